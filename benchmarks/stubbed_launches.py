@@ -7,6 +7,7 @@ a Hopper GPU, down to Triton's launcher, which finds a compiled kernel that does
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 from unittest import mock
 
@@ -31,7 +32,7 @@ class _Driver:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return -1  # which is a CPU tensor's
 
     def get_current_stream(self, _device: int) -> int:
         return 0
@@ -86,7 +87,7 @@ def stubbed_launches() -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(mock.patch.object(driver, "_active", _Driver()))
         stack.enter_context(mock.patch.dict(launching.COMPILED, clear=True))
-        stack.enter_context(mock.patch.object(library, "DIRECT_DEVICES", {"cpu"}))
+        stack.enter_context(mock.patch.object(library, "runs_directly", attrgetter("is_cpu")))
         stack.enter_context(cpu_as_accelerator())
         yield
 
@@ -95,7 +96,10 @@ def stubbed_launches() -> Iterator[None]:
 def counted_launches() -> Iterator[Launches]:
     """Inside, and inside of `stubbed_launches`, count what is launched."""
     launches = Launches()
-    with mock.patch.object(_Compiled, "run", lambda *arguments: launches.run(*arguments)):
+    with (
+        mock.patch.object(_Compiled, "run", lambda *arguments: launches.run(*arguments)),
+        mock.patch.dict(launching.COMPILED, clear=True),  # its entries hold the method that is replaced
+    ):
         yield launches
 
 

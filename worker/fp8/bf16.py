@@ -74,10 +74,10 @@ def is_marked_activation(saved: Tensor) -> bool:
 
 def activation_dtype(input: Tensor) -> torch.dtype:
     """The dtype that an FP8 layer returns: autocast's; else the input's, with at most 16 bits on an accelerator."""
-    device = input.device
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return torch.bfloat16 if is_accelerator(device) and input.dtype != torch.float16 else input.dtype
+    device_type = input.device.type  # torch formats the string at each read
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return torch.bfloat16 if is_accelerator(input.device) and input.dtype != torch.float16 else input.dtype
 
 
 def half_matmul(a_MK: Tensor, b_NK: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -19,14 +19,14 @@ from torch.nn import functional
 from octet.api_schemas.models import families_with
 from octet.api_schemas.models.architectures import GATED_MLP_CLASSES
 from octet.worker import kernels
-from octet.worker.common.wrap import Nesting, Wrapper, wrap
+from octet.worker.common.wrap import Nesting, Wrapper, wrap, wrapper_of
 from octet.worker.fp8.accelerator import is_accelerator
 from octet.worker.fp8.gradient_hooks import once_differentiable
 from octet.worker.fp8.handoff import Handoff, Recorded, attach, gradient_handoff_of, write_gradients
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.recipe import ALL_GEMMS
-from octet.worker.fp8.sequence import FusedSequence, is_observed, name_of_activation
+from octet.worker.fp8.sequence import SequenceForward, is_observed, name_of_activation
 
 TRANSFORMERS = "transformers.activations"
 
@@ -156,8 +156,8 @@ def carry_activations(model: nn.Module) -> int:
             gate, up, down = (getattr(module, name) for name in forward.parts[:3])
             _write_in_graph(before=(gate, up), after=down)
     for sequence in model.modules():
-        if isinstance(sequence, FusedSequence):
-            for layer, activation in pairwise(sequence):
+        if wrapper_of(sequence, SequenceForward) is not None:
+            for layer, activation in pairwise(sequence._modules.values()):
                 if name_of_activation(activation) is not None:
                     _write_in_graph(before=(layer,))
     return len(found)

@@ -52,8 +52,19 @@ def _deliver(port: Tensor, parameter: nn.Parameter) -> None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
+    parameter.octet_has_delivery = True  # type: ignore[attr-defined]
     for hook in hooks_after_accumulation(parameter):
         hook(parameter)
+    parameter.octet_has_delivery = False  # type: ignore[attr-defined]
+
+
+def has_new_gradient(parameter: Tensor) -> bool:
+    """Return True if a hook after accumulation is called for a gradient, and not for the lack of one.
+
+    A parameter that has a port is an input of the compiled graph, too, which has no gradient for
+    it. Autograd calls the parameter's hooks nevertheless, before or after the delivery.
+    """
+    return parameter.grad is not None and getattr(parameter, "octet_has_delivery", True)
 
 
 def _quantize_gradient(parameter: Tensor, position: RoundingPosition) -> None:

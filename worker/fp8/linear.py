@@ -45,7 +45,7 @@ from octet.worker.fp8.stored import is_exact, read_weight, save_layer
 from octet.worker.fp8.weight import Float8Weight, hold_encoded
 from octet.worker.fp8.weights import EncodedWeight
 from octet.worker.kernels import LinearFormats, Operand, ScaledCodes, ScaleKind
-from octet.worker.kernels.torch_private import unsafe_view
+from octet.worker.kernels.torch_private import in_shape
 
 
 class Float8Linear(nn.Module):
@@ -424,9 +424,10 @@ class Float8Products(torch.autograd.Function):
         # Reading them checks that the weight is unchanged.
         input_saved, input_number, *held, weight_amax = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        before_activation = input_saved
         if formats.activation is not None:
             input_saved = input_saved.reshape(-1, layer.in_features)
-        grad_input_TK = grad_weight = grad_bias_N = None
+        grad_input = grad_weight = grad_bias_N = None
         rows, columns = (
             needs_input and "grad_input" not in plan.high_precision,
             needs_weight and "grad_weight" not in plan.high_precision,
@@ -438,9 +439,9 @@ class Float8Products(torch.autograd.Function):
             sides = "both" if rows and columns else "rows" if rows else "columns"
             dtypes = (ctx.input_dtype, ctx.grad_weight_dtype)
             gradients = kernels.linear_gradients(*grads, input, operand, formats, sides, dtypes)
-            grad_input_TK, grad_weight = gradients[0] if rows else None, gradients[-1] if columns else None
+            grad_input, grad_weight = gradients[0] if rows else None, gradients[-1] if columns else None
         if needs_input and not rows:
-            grad_input_TK = half_matmul(grad_output_TN, layer.half_weight(transposed=True), ctx.input_dtype)
+            grad_input = half_matmul(grad_output_TN, layer.half_weight(transposed=True), ctx.input_dtype)
         if needs_weight and not columns:
             input_half = input_saved
             if formats.activation is not None:
@@ -448,15 +449,15 @@ class Float8Products(torch.autograd.Function):
             left, right = grad_output_TN.t(), input_half.t()
             left, right = (right, left) if layer.is_transposed else (left, right)
             grad_weight = half_matmul(left, right, ctx.grad_weight_dtype)
-        if grad_input_TK is not None and formats.activation is not None:
-            grad_input_TK = _before_activation(formats.activation, grad_input_TK, input_saved, ctx.grad_before)
-        if grad_input_TK is not None and len(shape) != 2:
-            grad_input_TK = grad_input_TK.view(*shape[:-1], -1)
+        if grad_input is not None and len(shape) != 2:
+            grad_input = grad_input.view(*shape[:-1], layer.in_features)
+        if grad_input is not None and formats.activation is not None:
+            grad_input = _before_activation(formats.activation, grad_input, before_activation, ctx.grad_before)
         if needs_bias and "output" in plan.high_precision:
             grad_bias_N = grad_output_TN.sum(0, dtype=torch.float32)
         elif needs_bias:
             grad_bias_N = grad_output_TN.sum(0).to(ctx.bias_dtype)
-        return grad_input_TK, grad_weight, grad_bias_N, None, None
+        return grad_input, grad_weight, grad_bias_N, None, None
 
 
 def _in_shape(output_TN: Tensor, input: Tensor) -> Tensor:
@@ -465,10 +466,10 @@ def _in_shape(output_TN: Tensor, input: Tensor) -> Tensor:
     The result is no view: autograd would refuse to add in place to a view that a function returns,
     which Falcon does. Nothing else uses output_TN.
     """
-    if input.dim() == 2:
+    shape = input.shape
+    if len(shape) == 2:
         return output_TN
-    output: Tensor = unsafe_view(output_TN, (*input.shape[:-1], output_TN.shape[1]))
-    return output
+    return in_shape(output_TN, (*shape[:-1], output_TN.shape[1]))
 
 
 def _output(

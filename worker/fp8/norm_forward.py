@@ -28,7 +28,6 @@ from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.norms import HalfNorm, eps_of, is_norm, why_kept
 from octet.worker.kernels.normalization import MOST_FEATURES
 from octet.worker.kernels.reference import normalize_rows
-from octet.worker.kernels.torch_private import unsafe_view
 
 PURE_BLOCKS = frozenset(
     {
@@ -116,28 +115,24 @@ class Pass(NamedTuple):
 
 
 class Normalize(torch.autograd.Function):
-    """A norm over the last dimension. It saves its input, not reshaped, and the statistics of each row."""
+    """A norm over the last dimension. It saves its input and the statistics of each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, settings: Pass) -> Tensor:
         is_layer_norm, dtype, known_scale, results = settings
-        shape = x.shape
-        x_MN = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-        found = kernels.normalize(x_MN, weight, bias, eps, is_layer_norm=is_layer_norm, dtype=dtype, known_scale=known_scale)
+        found = kernels.normalize(x, weight, bias, eps, is_layer_norm=is_layer_norm, dtype=dtype, known_scale=known_scale)
         results.append(found)
         ctx.save_for_backward(x, weight, bias, found.mean, found.rstd)
-        output = found.output
-        return output if len(shape) == 2 else unsafe_view(output, shape)  # no view, as in `linear.py`
+        return found.output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        shape, is_cast = x.shape, torch.is_autocast_enabled(x.device.type)
-        grad_MN, x_MN = (grad, x) if len(shape) == 2 else (grad.reshape(-1, shape[-1]), x.reshape(-1, shape[-1]))
+        is_cast = torch.is_autocast_enabled(x.device.type)
         with torch.autocast(x.device.type, enabled=False) if is_cast else nullcontext():
-            grad_x, *others = kernels.normalize_backward(grad_MN, x_MN, weight, bias, (mean, rstd))
-        return grad_x if len(shape) == 2 else grad_x.view(shape), *others, None, None
+            gradients = kernels.normalize_backward(grad, x, weight, bias, (mean, rstd))
+        return *gradients, None, None
 
 
 class NormalizeInGraph(torch.autograd.Function):
@@ -147,21 +142,18 @@ class NormalizeInGraph(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_layer_norm: bool, dtype: torch.dtype
     ) -> Tensor:
-        x_MN = x.reshape(-1, x.shape[-1])
-        output, *statistics = normalize_rows(x_MN, weight, bias, eps, is_layer_norm, dtype)
+        output, *statistics = normalize_rows(x, weight, bias, eps, is_layer_norm, dtype)
         mean = statistics[0] if is_layer_norm else None
         ctx.save_for_backward(x, weight, bias, mean, statistics[-1])
-        result: Tensor = unsafe_view(output, x.shape)
-        return result
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        grad_MN, x_MN = (part.reshape(-1, x.shape[-1]) for part in (grad, x))
         with torch.autocast(x.device.type, enabled=False):
-            grad_x, *others = kernels.normalize_backward(grad_MN, x_MN, weight, bias, (mean, rstd))
-        return grad_x.view(x.shape), *others, None, None, None
+            gradients = kernels.normalize_backward(grad, x, weight, bias, (mean, rstd))
+        return *gradients, None, None, None
 
 
 def carry_norms(model: nn.Module) -> int:

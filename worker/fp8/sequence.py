@@ -6,11 +6,12 @@ itself, in a slice, or with hooks on it or on the layer, each computes what it a
 
 from collections import Counter
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from octet.worker.common.wrap import Nesting, Wrapper, wrap
 from octet.worker.fp8.linear import Float8Linear
 
 _GLOBAL_HOOKS = (
@@ -19,39 +20,32 @@ _GLOBAL_HOOKS = (
     torch_module._global_backward_hooks,
     torch_module._global_backward_pre_hooks,
 )
-_FUSED: dict[Any, type[nn.Sequential]] = {}
-"""By the sequence's own class."""
 
 
-class FusedSequence(nn.Sequential):
-    """The class that a sequence gets, together with its own, by `take_over_activations`."""
+class SequenceForward(Wrapper):
+    """Takes the place of the `forward` of one sequence: layers apply the activations before them."""
 
-    own_class: ClassVar[type[nn.Sequential]]
+    nesting = Nesting.LAYER
 
-    def forward(self, input: Tensor) -> Tensor:
-        modules, position = list(self), 0
+    def __call__(self, input: Tensor) -> Tensor:
+        modules, position = list(self.module._modules.values()), 0
         while position < len(modules):
             layer = modules[position + 1] if position + 1 < len(modules) else None
-            if isinstance(layer, Float8Linear) and _is_unobserved(modules[position], layer):
+            module: Any = modules[position]
+            if isinstance(layer, Float8Linear) and _is_unobserved(module, layer):
                 input = layer(input, takes_over_activation=True)
                 position += 2
             else:
-                input = modules[position](input)
+                input = module(input)
                 position += 1
         return input
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Copies and pickles name the sequence's own class; the other is made when it is needed."""
-        reduced = super().__reduce_ex__(protocol)
-        assert isinstance(reduced, tuple)
-        return _new_sequence, (self.own_class,), *reduced[2:]
 
 
 def take_over_activations(model: nn.Module) -> None:
     """In each nn.Sequential, let a layer in FP8 compute the activation that comes right before it."""
     users = Counter(id(child) for owner in model.modules() for child in owner._modules.values())
     for owner in list(model.modules()):
-        if not isinstance(owner, nn.Sequential) or type(owner).forward is not nn.Sequential.forward:
+        if type(owner).forward is not nn.Sequential.forward or "forward" in vars(owner):
             continue
         takes_over = False
         for activation, layer in pairwise(owner._modules.values()):
@@ -59,7 +53,7 @@ def take_over_activations(model: nn.Module) -> None:
             if known and isinstance(layer, Float8Linear) and users[id(activation)] == users[id(layer)] == 1:
                 layer.activation, takes_over = known, True
         if takes_over:
-            owner.__class__ = _fused(type(owner))
+            wrap(owner, SequenceForward())
 
 
 def name_of_activation(module: nn.Module) -> str | None:
@@ -91,15 +85,3 @@ def _any_observes(kinds: tuple[dict[int, Any], ...]) -> bool:
     if not any(kinds):
         return False
     return any(not getattr(hook, "reads_no_tensors", False) for hooks in kinds for hook in hooks.values())
-
-
-def _fused(own: type[nn.Sequential]) -> type[nn.Sequential]:
-    """The one subclass of a sequence's own class, of the same name, that takes over activations."""
-    if own not in _FUSED:
-        _FUSED[own] = type(own.__name__, (FusedSequence, own), {"own_class": own})
-    return _FUSED[own]
-
-
-def _new_sequence(own: type[nn.Sequential]) -> nn.Sequential:
-    fused = _fused(own)
-    return fused.__new__(fused)

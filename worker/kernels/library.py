@@ -12,6 +12,7 @@ a_dequant_scale, str a_kind`.
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -59,8 +60,8 @@ _TRANSLATIONS = {
 _LIBRARY = torch.library.Library("octet", "FRAGMENT")
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
-DIRECT_DEVICES = {"cuda"}
-"""Types of devices on which eager code calls our implementations without torch's dispatcher."""
+runs_directly: Callable[[Tensor], bool] = attrgetter("is_cuda")
+"""Return True for a tensor on a device where eager code calls our implementations without torch's dispatcher."""
 _ON_DEVICE: dict[str, Function] = {}
 """By the op's name, what runs the Triton implementation."""
 
@@ -114,7 +115,7 @@ def _is_plain(argument: Any) -> bool:
         argument = argument[0]
     return (
         type(argument) is Tensor
-        and argument.device.type in DIRECT_DEVICES
+        and runs_directly(argument)
         and not (argument.requires_grad and _is_grad_enabled())
         and not num_dispatch_modes()
         and not num_function_modes()

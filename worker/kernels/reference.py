@@ -174,7 +174,7 @@ def activate_backward(grad: Tensor, x: Tensor, gated: Tensor | None, activation:
 
 
 def normalize(
-    x_MN: Tensor,
+    x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
@@ -182,20 +182,20 @@ def normalize(
     dtype: torch.dtype,
     *known_scale: Any,
 ) -> list[Tensor]:
-    """Torch's norm of the rows of x in dtype; mean, of LayerNorm, and rstd, fp32 (M, 1); the amax of the output; codes."""
-    output, *statistics = normalize_rows(x_MN, weight, bias, eps, is_layer_norm, dtype)
+    """Torch's norm of the rows of x in dtype; mean, of LayerNorm, and rstd, fp32 (..., 1); the amax of the output; codes."""
+    output, *statistics = normalize_rows(x, weight, bias, eps, is_layer_norm, dtype)
     return [output, *statistics, compute_amax(output, ScaleKind.TENSOR), *_codes_at_known_scale(output, *known_scale)]
 
 
 def normalize_rows(
-    x_MN: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_layer_norm: bool, dtype: torch.dtype
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_layer_norm: bool, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return torch's norm of the rows of x in dtype; mean, of LayerNorm, and rstd, fp32 (M, 1)."""
-    wide = norm_dtype(x_MN, weight, dtype)
-    x, weight, bias = (None if part is None else part.to(wide) for part in (x_MN, weight, bias))
+    """Return torch's norm of the rows of x in dtype; mean, of LayerNorm, and rstd, fp32 (..., 1)."""
+    wide = norm_dtype(x, weight, dtype)
+    x, weight, bias = (None if part is None else part.to(wide) for part in (x, weight, bias))
     assert x is not None
     if is_layer_norm:
-        output, *statistics = torch.native_layer_norm(x, [x.shape[1]], weight, bias, eps)
+        output, *statistics = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
     else:
         # The ops of torch's rms_norm on a CPU, which does not return the inverse root.
         statistics = [torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)]

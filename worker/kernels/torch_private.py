@@ -90,8 +90,17 @@ foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 # cuBLASLt's FP8 product, by tensor or by row. `torch.nn.functional.scaled_mm` of newer versions is slower to call.
 scaled_mm: Callable[..., Tensor] = torch._scaled_mm
 
-# A reshape that autograd does not record as a view, so that the result may be changed in place.
-unsafe_view = torch.ops.aten._unsafe_view
+
+def in_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a contiguous tensor in another shape, and no view of it: autograd then lets others change it in place.
+
+    Nothing else uses the tensor. Where autograd does not follow it, it is changed itself, by a third
+    of the host's time of a new one.
+    """
+    if torch.compiler.is_compiling() or tensor.requires_grad:
+        reshaped: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
+        return reshaped
+    return tensor.resize_(shape)
 
 
 # Who looks -----------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
+from octet.worker.fp8.gradient_hooks import has_new_gradient
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.weight import stored, tensors_in_memory
 from octet.worker.kernels.torch_private import call_after_backward
@@ -142,7 +143,7 @@ class GradientBuckets:
     @torch.no_grad()
     def _arrive(self, parameter: Tensor) -> None:
         is_exchanged = self.syncs or self.reduces_each_pass
-        if not is_exchanged or parameter.grad is None:  # a compiled graph calls hooks once more, without a gradient
+        if not is_exchanged or not has_new_gradient(parameter):
             return
         bucket = self._home[parameter]
         if not self._has_arrivals and (self.finishes_itself or not self.syncs):

@@ -111,7 +111,8 @@ class Passes(TorchDispatchMode):
         given = {id(part): part for part in tree_leaves(read) if isinstance(part, Tensor)}
         made = [part for part in tree_leaves(result) if isinstance(part, Tensor)]
         moved = [part for part in (*given.values(), *made) if sorted(part.shape) == self.shape]
-        if moved and not func.is_view and func is not torch.ops.aten._unsafe_view.default:
+        reshapes = func in (torch.ops.aten._unsafe_view.default, torch.ops.aten.resize_.default)
+        if moved and not func.is_view and not reshapes:
             self.ops[func.overloadpacket.__name__] += 1
             self.num_bytes += sum(part.nbytes for part in moved)
         return result

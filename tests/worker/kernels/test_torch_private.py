@@ -114,11 +114,12 @@ def scaled_mm() -> None:
     assert float(product[0, 0]) == 32
 
 
-def unsafe_view() -> None:
+def in_shape() -> None:
     leaf = torch.ones(4, requires_grad=True)
-    reshaped = private.unsafe_view(leaf * 2, (2, 2))
-    reshaped.add_(1)
-    assert not reshaped._is_view()
+    for tensor in (leaf * 2, (leaf * 2).detach()):
+        reshaped = private.in_shape(tensor, (2, 2))
+        reshaped.add_(1)
+        assert not reshaped._is_view()
 
 
 def num_modes() -> None:
@@ -267,7 +268,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     for check in (
         *(make_wrapper_subclass, parameters, restore_hooks, correct_aliasing, raise_for_raw_pointers, schema_of),
         *(let_foreach_take, is_traceable_wrapper_subclass, trees),
-        *(foreach, scaled_mm, unsafe_view),
+        *(foreach, scaled_mm, in_shape),
         *(num_modes, transforms, backward_pass, call_after_backward, version_of, key_of_storage, hooks_after_accumulation),
         *(compiler, inductor, flight_recorder_dumps, wait_for),
         *(optimizer_hooks, of_an_optimizers_class, scheduler, leave_the_compiler_unloaded),

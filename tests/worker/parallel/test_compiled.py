@@ -42,6 +42,7 @@ CASES: list[Case] = [
     ("llama", "O3", "cpu", {"pipeline": 2, "zero_stage": 1, "workers": 4}, {}),
     ("llama", "O2", "cpu", {"pipeline": 2, "tensor": 2, "workers": 4}, {}),
     *[("gpt", level, "cpu", {"tensor": 2, "zero_stage": 3, "workers": 4}, {}) for level in ("te", "O3")],
+    *[("gpt", level, "accelerator", {}, {}) for level in ("te", "O2", "O3-split")],
 ]
 ACCELERATOR_TOLERANCE = 1e-3
 """Relative. Norms of eager blocks run as one kernel there, also on one process: a last bit may round to another code."""

@@ -95,7 +95,7 @@ def _plan(
     """The launch of an activation of so many elements."""
     name = None if codes_dtype is None else FORMAT_NAMES[codes_dtype]
     values = (num_elements, activation, has_gated, name, margin, BLOCK)
-    return PreparedLaunch(_launch, language.cdiv(num_elements, BLOCK), *values, num_given=7)
+    return PreparedLaunch(_launch, language.cdiv(num_elements, BLOCK), *values, num_given=2)
 
 
 @lru_cache(MOST_KNOWN)
@@ -110,7 +110,7 @@ def _backward_plan(
     """The launch of an activation's gradients."""
     name, gated_name = (None if dtype is None else FORMAT_NAMES[dtype] for dtype in codes_dtypes)
     values = (num_elements, activation, has_gated, name, margins[0], gated_name, margins[1], AMAX_STRIDE, BLOCK)
-    return PreparedLaunch(_launch_backward, language.cdiv(num_elements, BLOCK), *values, num_given=12)
+    return PreparedLaunch(_launch_backward, language.cdiv(num_elements, BLOCK), *values, num_given=3)
 
 
 def activate(

@@ -76,15 +76,17 @@ def plan(
 
 def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """See the reference."""
-    if not (a_MK.codes.numel() and b_NK.codes.numel()):
-        return torch.zeros(a_MK.codes.shape[0], b_NK.codes.shape[0], dtype=out_dtype, device=a_MK.codes.device)
-    if a_MK.kind is b_NK.kind is ScaleKind.TENSOR and a_MK.codes.is_contiguous() and b_NK.codes.is_contiguous():
-        return cublas_matmul(a_MK, b_NK, out_dtype, fast_accumulation)
+    a_codes, b_codes = a_MK.codes, b_NK.codes
+    if not (a_codes.numel() and b_codes.numel()):
+        return torch.zeros(a_codes.shape[0], b_codes.shape[0], dtype=out_dtype, device=a_codes.device)
+    if a_MK.kind is b_NK.kind is ScaleKind.TENSOR:  # by `plan`, on every device
+        a_codes, b_codes = with_adjacent_columns(a_codes), with_adjacent_columns(b_codes)
+        # F.scaled_mm, which takes every kind of scale, spends on its arguments what five launches take.
+        scales = a_MK.dequant_scale, b_NK.dequant_scale
+        return scaled_mm(a_codes, b_codes.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
     a_MK, b_NK = with_matching_scales(a_MK, b_NK)
     a_MK = ScaledCodes(with_adjacent_columns(a_MK.codes), a_MK.dequant_scale, a_MK.kind)
     b_NK = ScaledCodes(with_adjacent_columns(b_NK.codes), b_NK.dequant_scale, b_NK.kind)
-    if a_MK.kind is b_NK.kind is ScaleKind.TENSOR:  # by `plan`, on every device
-        return cublas_matmul(a_MK, b_NK, out_dtype, fast_accumulation)
     capability, cuda_version = platform(a_MK.codes.device)
     chosen = plan((a_MK.kind, b_NK.kind), (a_MK.codes.dtype, b_NK.codes.dtype), capability, cuda_version, out_dtype)
     if chosen.backend == "triton":
@@ -101,15 +103,11 @@ def platform(device: torch.device) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def cublas_matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
-    """The product of contiguous codes with scales that match."""
+    """The product of contiguous codes with scales that match, of rows or blocks."""
     if a_MK.kind is ScaleKind.BLOCK_1X32:
         return _mx_matmul(a_MK, b_NK, out_dtype)
     a_codes, a_dequant_scale, a_kind = a_MK
     b_codes, b_dequant_scale, b_kind = b_NK
-    if a_kind is b_kind is ScaleKind.TENSOR:
-        # F.scaled_mm, which takes every kind of scale, spends on its arguments what five launches take.
-        scales = a_dequant_scale, b_dequant_scale
-        return scaled_mm(a_codes, b_codes.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
     num_rows = a_codes.shape[0]
     if a_kind is ScaleKind.BLOCK_1X128 and num_rows % SCALE_ALIGNMENT:
         padding = (0, 0, 0, -num_rows % SCALE_ALIGNMENT)

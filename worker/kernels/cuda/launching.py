@@ -7,6 +7,7 @@ describes: a float, a tensor of another class, an unaligned one, or any launch w
 hook.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import itemgetter
@@ -18,8 +19,11 @@ from torch import Tensor, nn
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-COMPILED: dict[tuple[Any, ...], Any] = {}
-"""The kernel that Triton compiled, by launcher, device, and dtypes and values of the arguments."""
+COMPILED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+"""The launch, function and metadata of a kernel that Triton compiled, and Triton's driver.
+
+The key is made of the launcher, the device, and the dtypes and values of the arguments.
+"""
 MOST_KNOWN = 4096
 """Kernels to remember; shapes that change in each step would fill the memory."""
 
@@ -27,6 +31,15 @@ _ALIGNMENT = 16  # bytes; what Triton specializes on
 _TENSORS = frozenset((Tensor, nn.Parameter))
 _VALUES = frozenset((int, bool, str, type(None)))
 _FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sizes and strides of a tensor."""
+
+
+def contiguous_layout(shape: tuple[int, ...]) -> Layout:
+    """Return the sizes and strides of a contiguous tensor."""
+    return shape, tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 class _Places:
@@ -48,22 +61,23 @@ class Launcher:
         self._places: dict[tuple[type, ...], _Places] = {}
 
     def __call__(self, num_programs: int, *arguments: Any) -> None:
-        """Launch so many programs on the present stream of the tensors' device. arguments: the kernel's, in its order."""
+        """Launch so many programs on the present stream of the first tensor's device.
+
+        arguments: the kernel's, in its order; the first is a tensor.
+        """
         if elsewhere := _elsewhere(arguments[0]):
             with elsewhere:
                 self(num_programs, *arguments)
             return
         runtime = triton.knobs.runtime
         on_enter, on_exit = runtime.launch_enter_hook, runtime.launch_exit_hook
-        key = self.key(arguments) if self.is_compiled and not on_enter.calls and not on_exit.calls else None
+        key = self.key(arguments) if not on_enter.calls and not on_exit.calls else None
         compiled = None if key is None else COMPILED.get(key)
         if key is None or compiled is None:
             self._launch_by_triton(num_programs, arguments, key)
             return
-        stream = driver.active.get_current_stream(key[1])
-        compiled.run(
-            num_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, on_enter, on_exit, *arguments
-        )
+        run, function, metadata, gpu = compiled
+        run(num_programs, 1, 1, gpu.get_current_stream(key[1]), function, metadata, None, on_enter, on_exit, *arguments)
 
     def _launch_by_triton(self, num_programs: int, arguments: tuple[Any, ...], key: tuple[Any, ...] | None) -> None:
         if not self.reads_fp8:
@@ -72,7 +86,7 @@ class Launcher:
         if key is not None and compiled is not None:
             if len(COMPILED) >= MOST_KNOWN:
                 COMPILED.clear()
-            COMPILED[key] = compiled
+            COMPILED[key] = compiled.run, compiled.function, compiled.packed_metadata, driver.active
 
     def key(self, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return a key of all that Triton may specialize on; None if only Triton can determine it."""
@@ -80,7 +94,7 @@ class Launcher:
         places = self._places.get(kinds)
         if places is None:
             places = self._places[kinds] = _Places(kinds)
-        if not places.are_known:
+        if not places.are_known or not self.is_compiled:
             return None
         addresses, dtypes = 0, []
         for tensor in places.tensors_of(arguments):
@@ -88,7 +102,7 @@ class Launcher:
             dtypes.append(tensor.dtype)
         if addresses % _ALIGNMENT:
             return None
-        return (places, driver.active.get_current_device(), places.values_of(arguments), *dtypes)
+        return (places, arguments[0].get_device(), places.values_of(arguments), *dtypes)
 
 
 class PreparedLaunch:
@@ -97,40 +111,35 @@ class PreparedLaunch:
     def __init__(self, launcher: Launcher, num_programs: int, *values: Any, num_given: int) -> None:
         """values: the arguments of the kernel that follow its tensors.
 
-        num_given: the leading tensors that the caller did not allocate for the launch; the other
-        tensors are aligned.
+        num_given: the leading tensors that may be unaligned: those of several elements that the
+        caller did not allocate for the launch. A scalar is loaded alone, wherever it is.
         """
         self.launcher, self.num_programs, self.values, self.num_given = launcher, num_programs, values, num_given
 
-    def __call__(self, *tensors: Tensor | None) -> None:
+    def __call__(self, *tensors: Any) -> None:
         """Launch on the present stream of the tensors' device. tensors: the kernel's first arguments."""
         runtime, first = triton.knobs.runtime, tensors[0]
         on_enter, on_exit = runtime.launch_enter_hook, runtime.launch_exit_hook
-        if type(first) not in _TENSORS or not self.launcher.is_compiled or on_enter.calls or on_exit.calls:
-            self.launcher(self.num_programs, *tensors, *self.values)
+        device, addresses = first.get_device(), first.data_ptr()
+        if self.num_given > 1:
+            for tensor in tensors[1 : self.num_given]:
+                if tensor is not None:
+                    addresses |= tensor.data_ptr()
+        compiled = COMPILED.get((self, device))
+        is_seen = on_enter.calls or on_exit.calls
+        if compiled is None or addresses % _ALIGNMENT or is_seen or compiled[-1].get_current_device() != device:
+            self._launch_and_prepare(tensors, device)
             return
-        assert first is not None
-        gpu = driver.active
-        present = gpu.get_current_device()
-        if first.get_device() not in (present, -1):
-            with torch.cuda.device(first.get_device()):
-                self(*tensors)
-            return
-        addresses = 0
-        for tensor in tensors[: self.num_given]:
-            if tensor is not None:
-                addresses |= tensor.data_ptr()
-        key = (self, present)
-        compiled = COMPILED.get(key)
-        if compiled is None or addresses % _ALIGNMENT:
-            self.launcher(self.num_programs, *tensors, *self.values)
-            if known := COMPILED.get(self.launcher.key(tensors + self.values) or ()):
-                COMPILED[key] = known
-            return
-        compiled.run(
-            self.num_programs, 1, 1, gpu.get_current_stream(present), compiled.function, compiled.packed_metadata,
-            None, on_enter, on_exit, *tensors, *self.values,
-        )  # fmt: skip
+        run, function, metadata, gpu = compiled
+        stream = gpu.get_current_stream(device)
+        run(self.num_programs, 1, 1, stream, function, metadata, None, on_enter, on_exit, *tensors, *self.values)
+
+    def _launch_and_prepare(self, tensors: tuple[Any, ...], device: int) -> None:
+        """Let the launcher launch, and keep what it has found."""
+        arguments = tensors + self.values
+        self.launcher(self.num_programs, *arguments)
+        if known := COMPILED.get(self.launcher.key(arguments) or ()):
+            COMPILED[self, device] = known
 
 
 def _elsewhere(first: Any) -> AbstractContextManager[None] | None:

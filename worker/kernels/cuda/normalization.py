@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octet.worker.kernels.cuda import language
 from octet.worker.kernels.cuda.known_scale import write_codes
-from octet.worker.kernels.cuda.launching import MOST_KNOWN, Launcher, PreparedLaunch
+from octet.worker.kernels.cuda.launching import MOST_KNOWN, Launcher, Layout, PreparedLaunch, contiguous_layout
 from octet.worker.kernels.cuda.rescale import FORMAT_NAMES
 
 TILE = 8192  # elements: short rows share a program
@@ -66,7 +66,7 @@ _launch = Launcher(normalize_kernel, num_warps=WARPS, enable_fp_fusion=False)
 
 
 def normalize(
-    x_MN: Tensor,
+    x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
@@ -78,31 +78,38 @@ def normalize(
     uses_amax: Tensor | None = None,
 ) -> list[Tensor]:
     """See the reference. Two launches: one clears the amax."""
-    x_MN = x_MN if x_MN.stride(1) == 1 else x_MN.contiguous()
-    shape, device = x_MN.shape, x_MN.device
-    dtypes = x_MN.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype, dtype, codes_dtype
-    launch = _plan(shape, x_MN.stride(0), dtypes, eps, is_layer_norm, margin)
-    strides = (shape[1], 1)
-    output = torch.empty_strided(shape, strides, dtype=dtype, device=device)  # see `linear.py`
-    rstd = torch.empty_strided((shape[0], 1), (1, 1), dtype=torch.float32, device=device)
+    is_matrix = x.ndim == 2 and x.stride(1) == 1
+    x = x if is_matrix or x.is_contiguous() else x.contiguous()
+    shape, device = x.shape, x.device
+    dtypes = x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype, dtype, codes_dtype
+    stride = x.stride(0) if is_matrix else shape[-1]
+    launch, strides, statistics = _plan(shape, stride, dtypes, eps, is_layer_norm, margin)
+    output = torch.empty_strided(shape, strides, dtype=dtype, device=device)  # see `tensor_scales.py`
+    rstd = torch.empty_strided(*statistics, dtype=torch.float32, device=device)
     mean = torch.empty_like(rstd) if is_layer_norm else None
     new_amax = torch.empty_strided((), (), dtype=torch.float32, device=device).zero_()
     codes = None if codes_dtype is None else torch.empty_strided(shape, strides, dtype=codes_dtype, device=device)
-    launch(x_MN, weight, bias, amax, uses_amax, output, mean, rstd, new_amax, codes)
-    return [part for part in (output, mean, rstd, new_amax, codes) if part is not None]
+    launch(x, weight, bias, amax, uses_amax, output, mean, rstd, new_amax, codes)
+    found = [output, rstd, new_amax] if mean is None else [output, mean, rstd, new_amax]
+    return found if codes is None else [*found, codes]
 
 
 @lru_cache(MOST_KNOWN)
 def _plan(
     shape: torch.Size, stride: int, dtypes: tuple[torch.dtype | None, ...], eps: float, is_layer_norm: bool, margin: int
-) -> PreparedLaunch:
-    """The launch for inputs of one shape. dtypes: of x, weight, bias, output and codes; None for what is not there."""
-    num_rows, num_columns = shape
+) -> tuple[PreparedLaunch, tuple[int, ...], Layout]:
+    """Return the launch for inputs of one shape, the output's strides, and sizes and strides of the statistics.
+
+    stride: from one row to the next. dtypes: of x, weight, bias, output and codes; None for what is not there.
+    """
+    num_columns, of_statistics = shape[-1], contiguous_layout((*shape[:-1], 1))
+    num_rows = shape.numel() // num_columns
     columns = triton.next_power_of_2(num_columns)
     rows = max(1, TILE // columns)
     _, weight, bias, _, codes = dtypes
-    return PreparedLaunch(
+    launch = PreparedLaunch(
         _launch, language.cdiv(num_rows, rows), stride, num_rows, num_columns,
         struct.unpack("<i", struct.pack("<f", eps))[0], is_layer_norm, weight is not None, bias is not None,
-        None if codes is None else FORMAT_NAMES[codes], margin, rows, columns, num_given=5,
+        None if codes is None else FORMAT_NAMES[codes], margin, rows, columns, num_given=3,
     )  # fmt: skip
+    return launch, contiguous_layout(tuple(shape))[1], of_statistics

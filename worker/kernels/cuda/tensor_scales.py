@@ -8,7 +8,6 @@ their signatures. Without settled launches an eager O2 step of a GPT takes the h
 Shape suffixes: M rows, N columns.
 """
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,14 +19,13 @@ from octet.worker.kernels.cuda import language, quantization
 from octet.worker.kernels.cuda.amax import FLAT_BLOCK as AMAX_BLOCK
 from octet.worker.kernels.cuda.amax import FLAT_BLOCKS_PER_PROGRAM
 from octet.worker.kernels.cuda.amax import launch_flat as launch_amax
-from octet.worker.kernels.cuda.launching import MOST_KNOWN, PreparedLaunch
+from octet.worker.kernels.cuda.launching import MOST_KNOWN, Layout, PreparedLaunch, contiguous_layout
 from octet.worker.kernels.cuda.quantization import FLAT_BLOCK, SHARED_SCALE_TILE, launch_flat, launch_tile
 from octet.worker.kernels.cuda.rescale import FORMAT_NAMES
 from octet.worker.kernels.scales import ScaledCodes, ScaleKind
 
 _FP32 = torch.float32
 _empty = torch.empty_strided
-_Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class _Plan(NamedTuple):
@@ -39,13 +37,8 @@ class _Plan(NamedTuple):
     find_amax: PreparedLaunch
     encode: PreparedLaunch
     sides: str
-    rows: _Layout
-    columns: _Layout
-
-
-def _contiguous(shape: tuple[int, ...]) -> _Layout:
-    """Sizes and strides of a tensor."""
-    return shape, tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    rows: Layout
+    columns: Layout
 
 
 @lru_cache(MOST_KNOWN)
@@ -67,7 +60,7 @@ def _plan(
     also finds the amax.
     """
     num_elements = shape.numel()
-    layouts = _contiguous(tuple(shape)), _contiguous(tuple(shape[::-1]))
+    layouts = contiguous_layout(tuple(shape)), contiguous_layout(tuple(shape[::-1]))
     find_amax = PreparedLaunch(
         launch_amax, language.cdiv(num_elements, AMAX_BLOCK * FLAT_BLOCKS_PER_PROGRAM),
         num_elements, in_window, activation, AMAX_BLOCK, FLAT_BLOCKS_PER_PROGRAM, num_given=1,
@@ -77,14 +70,14 @@ def _plan(
         encode = PreparedLaunch(
             launch_flat, language.cdiv(num_elements, FLAT_BLOCK),
             num_elements, name, activation, margin, is_stored, marks_nonfinite, tracks_amax, FLAT_BLOCK,
-            num_given=6 if tracks_amax else 3,
+            num_given=1,
         )  # fmt: skip
         return _Plan(find_amax, encode, sides, *layouts)
     (num_rows, num_columns), (tile_m, tile_n) = shape, SHARED_SCALE_TILE
     encode = PreparedLaunch(
         launch_tile, language.cdiv(num_rows, tile_m) * language.cdiv(num_columns, tile_n),
         num_columns, num_rows, num_columns, 0, 0, 0, 0, ScaleKind.TENSOR.value, name, activation, margin,
-        sides == "both", True, is_stored, tracks_amax, tile_m, tile_n, num_given=5 if tracks_amax else 4,
+        sides == "both", True, is_stored, tracks_amax, tile_m, tile_n, num_given=1,
     )  # fmt: skip
     return _Plan(find_amax, encode, sides, *layouts)
 

@@ -210,8 +210,7 @@ def split_of(model: nn.Module, blocks: str | None = None) -> ModelSplit:
 
 def _is_plain_sequence(model: nn.Sequential) -> bool:
     """Return True if it calls its children one after the other; one that `initialize` has changed does, too."""
-    own_class = getattr(type(model), "own_class", type(model))
-    return own_class.forward is nn.Sequential.forward
+    return type(model).forward is nn.Sequential.forward
 
 
 def _refusal(model: nn.Module, why: str) -> str:

@@ -33,7 +33,7 @@ class Compiled:
 
 class Device:
     def get_current_device(self) -> int:
-        return 3
+        return X.get_device()
 
     def get_current_stream(self, device: int) -> int:
         return 100 + device
@@ -74,7 +74,7 @@ def test_a_second_launch_runs_the_compiled_kernel(by_triton: list[Compiled], lau
     [compiled] = by_triton
     [(*head, first, second, third)] = compiled.runs
     hooks = triton.knobs.runtime
-    assert head == [6, 1, 1, 103, 7, (8,), None, hooks.launch_enter_hook, hooks.launch_exit_hook]
+    assert head == [6, 1, 1, 100 + X.get_device(), 7, (8,), None, hooks.launch_enter_hook, hooks.launch_exit_hook]
     assert first is other
     assert (second, third) == (64, None)
 
@@ -83,7 +83,7 @@ def test_a_second_launch_runs_the_compiled_kernel(by_triton: list[Compiled], lau
 def test_a_launch_is_made_on_the_device_of_its_tensors(
     by_triton: list[Compiled], launch: Launcher, monkeypatch: pytest.MonkeyPatch, is_prepared: bool
 ) -> None:
-    present = [3]
+    present = [3]  # the tensors are on 1
 
     @contextmanager
     def on(index: int) -> Iterator[None]:

@@ -76,8 +76,17 @@ def test_rows_may_be_apart_and_parameters_of_16_bits() -> None:
         torch.testing.assert_close(found[0], expected[0], rtol=2.0**-7, atol=1e-3)
 
 
+@pytest.mark.parametrize("num_dims", [1, 3])
+def test_leading_dimensions_stay(num_dims: int) -> None:
+    x = torch.randn(40) if num_dims == 1 else torch.randn(2, 3, 40).transpose(0, 1)
+    found = normalization.normalize(x, None, None, 1e-5, True, torch.float32)
+    expected = reference.normalize(x, None, None, 1e-5, True, torch.float32)
+    assert [part.shape for part in found] == [part.shape for part in expected]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_what_no_kernel_takes_is_refused() -> None:
-    with pytest.raises(ValueError, match="allowed: \\(M, N\\) with N up to 16384"):
+    with pytest.raises(ValueError, match="allowed: \\(\\.\\.\\., N\\) with N up to 16384"):
         kernels.normalize(torch.zeros(2, 16385), None, None, 1e-5, is_layer_norm=True, dtype=torch.float32)
     with pytest.raises(ValueError, match="an RMSNorm has no bias"):
         kernels.normalize(torch.zeros(2, 4), None, torch.zeros(4), 1e-5, is_layer_norm=False, dtype=torch.float32)
