@@ -239,8 +239,9 @@ def comparison_table(names: Sequence[str], curves: Sequence[Curve]) -> Table:
     grid = table("STEP", *(column.upper() for column in columns), right=("STEP", *map(str.upper, columns)))
     first, *others = [_losses(curve) for curve in curves]
     evaluated, *others_evaluated = [_evaluations(curve) for curve in curves]
-    for step, loss in first.items():
-        grid.add_row(str(step), number(loss), *(cell for other in others for cell in _beside(loss, other.get(step))))
+    for bucket, loss in first.items():
+        end = max(step for curve in curves for step in curve.step if _bucket(curve, step) == bucket)
+        grid.add_row(str(end), number(loss), *(cell for other in others for cell in _beside(loss, other.get(bucket))))
     for step in list(evaluated)[-1:]:
         cells = [cell for other in others_evaluated for cell in _beside(evaluated[step], other.get(step))]
         grid.add_row(f"eval {step}", number(evaluated[step]), *cells, style="bold")
@@ -248,7 +249,7 @@ def comparison_table(names: Sequence[str], curves: Sequence[Curve]) -> Table:
 
 
 def _losses(curve: Curve) -> dict[int, float | None]:
-    return {_bucket(curve, step) * curve.step_by: loss for step, loss in zip(curve.step, curve.loss, strict=True)}
+    return {_bucket(curve, step): loss for step, loss in zip(curve.step, curve.loss, strict=True)}
 
 
 def _evaluations(curve: Curve) -> dict[int, float | None]:

@@ -110,7 +110,8 @@ def test_tables_fit_80_columns_and_cut_names_before_numbers(make_job: MakeJob) -
         | {
             "object": "attempt", "id": "att_1", "job_id": "job_1", "epoch": 12, "state": "succeeded", "pool": "cpu",
             "workers": 1, "node": "ip-10-0-0-1.eu-central-1.compute.internal", "device": "NVIDIA H100 80GB HBM3",
-            "created_at": AT, "first_step_at": AT, "resumed_from_step": 100_000, "last_step": 200_000, "reason": "out_of_memory",
+            "created_at": AT, "first_step_at": AT, "resumed_from_step": 100_000, "last_step": 200_000,
+            "reason": "out_of_memory",
             "message": WORST,
         }
     )  # fmt: skip
