@@ -22,6 +22,11 @@ JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Labels = dict[LabelKey, Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]]
 
 
+MAX_SPEC_BYTES = 64 << 10
+MAX_SPEC_VALUES = 2000
+"""The most of a job as JSON: bytes, and values in it, each mapping, list, key and scalar. A job has some dozens."""
+
+
 class RetrySpec(Contract):
     """The number of further attempts after failures that are the job's own, such as a rank that dies."""
 

@@ -47,7 +47,8 @@ _Label = Annotated[str, StringConstraints(max_length=321, pattern=r"^[^:\x00-\x1
 async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep = None) -> Response:
     """Submit a job. 201 means that it is stored and will run, even if the service is killed after that."""
     context = context_of(http_request)
-    request = Request(await read_json(http_request, JobSpec), idempotency_key, tenant_of_request(http_request))
+    spec, sent = await read_json(http_request, JobSpec), await http_request.body()
+    request = Request(spec, idempotency_key, tenant_of_request(http_request), sent)
     return accepted(await _store_checked(request, context), context)
 
 
