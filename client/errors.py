@@ -16,6 +16,7 @@ OctetError
 from collections.abc import Sequence
 
 from octet.api_schemas import Job, Problem, Violation
+from octet.api_schemas.problem import ErrorCode
 
 
 class OctetError(Exception):
@@ -28,6 +29,8 @@ class ApiError(OctetError):
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         lines = [f"{problem.detail} [{problem.code}]"]
+        if problem.code is ErrorCode.UNAUTHENTICATED:
+            lines.append("Set OCTET_API_KEY, or api_key in Python, to a key that this server has.")
         super().__init__("\n".join([*lines, *map(describe_violation, problem.errors)]))
 
 

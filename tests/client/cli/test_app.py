@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from octet.client.cli import build_app, options
+from tests.kit.ports import free_port
 
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 COMMANDS = {
@@ -128,3 +129,12 @@ def test_serving_without_its_packages_says_what_to_install(monkeypatch: pytest.M
     shown = octet("serve")
     assert shown.exit_code == 2
     assert "pip install 'octet-fp8[service,worker]'" in shown.stderr
+
+
+def test_a_data_root_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    shown = octet(
+        "serve", "--port", str(free_port()), "--data-dir", str(tmp_path / "data"), "--data-root", str(tmp_path / "gone")
+    )
+    assert shown.exit_code == 2
+    assert f"--data-root {tmp_path / 'gone'} is no folder on this machine" in shown.stderr
+    assert not (tmp_path / "data").exists()

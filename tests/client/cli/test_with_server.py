@@ -205,7 +205,7 @@ def test_without_a_command_octet_shows_what_is_going_on(
 def test_without_a_job_octet_says_how_to_begin(tmp_path: Path) -> None:
     with OctetApp(tmp_path) as app:
         shown = CliRunner().invoke(build_app(), [], env={"OCTET_URL": app.url})
-        assert "No jobs yet. Next: octet submit job.yaml --watch, octet list" in shown.stdout
+        assert "No jobs yet. Next:\n  octet submit job.yaml --watch\n  octet list\n" in shown.stdout
         assert CliRunner().invoke(build_app(), ["list"], env={"OCTET_URL": app.url}).stdout.startswith("No jobs. Submit one")
 
 
@@ -283,6 +283,7 @@ def test_the_key_comes_from_the_environment(tmp_path: Path) -> None:
         without = CliRunner().invoke(build_app(), ["list", "--url", app.url])
         assert without.exit_code == 2
         assert "an API key is needed" in without.stderr
+        assert "Set OCTET_API_KEY" in without.stderr
         assert CliRunner().invoke(build_app(), ["list", "--url", app.url], env={"OCTET_API_KEY": API_KEY}).exit_code == 0
 
 
