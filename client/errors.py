@@ -28,7 +28,10 @@ class ApiError(OctetError):
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        lines = [f"{problem.detail} [{problem.code}]"]
+        count = f"{len(problem.errors)} field{'s' if len(problem.errors) > 1 else ''} to change"
+        # The detail of a refused field has the same words as the field below.
+        what = f"the server refuses it: {count}." if problem.errors else problem.detail
+        lines = [f"{what} [{problem.code}]"]
         if problem.code is ErrorCode.UNAUTHENTICATED:
             lines.append("Set OCTET_API_KEY, or api_key in Python, to a key that this server has.")
         super().__init__("\n".join([*lines, *map(describe_violation, problem.errors)]))
