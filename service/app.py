@@ -23,6 +23,7 @@ from octet.service.ingest.app import Ingest, route_to
 from octet.service.jobs.admission import Admission
 from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.submissions import Shown, Submissions
+from octet.service.page import mount
 from octet.service.routes import catalog, files, jobs, operations, prometheus, records
 from octet.service.routes.job_views import shown_submissions
 from octet.service.scheduling.places import QueuePlaces
@@ -81,6 +82,7 @@ def create_app(
     for router in (jobs.router, records.router, files.router, catalog.router, operations.router, prometheus.router):
         app.include_router(router, dependencies=[require_api_key], responses=answers(401))
     app.include_router(operations.health)
+    mount(app.router)
     install(app)
     app.add_middleware(LimitBodies, settings=settings, verify_token=ingest.tokens.verify)
     if settings.is_for_this_machine:

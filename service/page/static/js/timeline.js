@@ -2,8 +2,8 @@
 
 import { ask } from "./api.js";
 import { fill, h, panel, problem, say } from "./dom.js";
-import { clock } from "./figures.js";
-import { between, count, duration } from "./format.js";
+import { between, clock } from "./figures.js";
+import { count, duration } from "./format.js";
 import { isOver } from "./levels.js";
 import { all } from "./requests.js";
 

@@ -3,8 +3,8 @@
 import { ask } from "../api.js";
 import { Curve } from "../curve.js";
 import { every, fill, h, mark, paced, say } from "../dom.js";
-import { bytes, clock } from "../figures.js";
-import { age, between, count, duration, number } from "../format.js";
+import { between, bytes, clock } from "../figures.js";
+import { age, count, duration, number } from "../format.js";
 import { badge, isOver, stateBadge } from "../levels.js";
 import { watch } from "../live.js";
 import { Curves } from "./curves.js";

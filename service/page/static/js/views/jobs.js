@@ -12,7 +12,7 @@ import { Rows } from "../rows.js";
 /** @typedef {import("octet-types").Row} Job */
 /** @typedef {Awaited<ReturnType<typeof build>>} View */
 
-const COLUMNS = ["", "Name", "Level", "State", "Progress", "Loss", "Evaluation", "Curve", "Tokens/s", "Left", "Age"];
+const COLUMNS = ["", "Name", "Level", "State", "Progress", "Loss", "Best eval.", "Curve", "Tokens/s", "Left", "Age"];
 const GROUPS = { "": "All", live: "Running", waiting: "Waiting", succeeded: "Succeeded", failed: "Failed", cancelled: "Cancelled" };
 
 /** @param {import("../main.js").Place} place */
@@ -70,18 +70,17 @@ function rowOf(chosen, at) {
     mark(box, "aria-label", `Choose ${row.name}`);
     mark(link, "href", `/jobs/${id}`);
     say(link, row.name);
-    say(below, `${row.model} · ${row.pool}`);
+    say(below, row.tenant === "default" ? row.pool : `${row.pool} · ${row.tenant}`);
     if (shown[0] !== row.level) fill(level, badge(row.level));
     if (shown[1] !== row.state) state.replaceChildren(stateBadge(row.state));
     shown = [row.level, row.state];
-    const reason = row.state === "queued" ? row.why ?? "" : row.reason ? row.reason.replaceAll("_", " ") : "";
-    say(why, reason);
-    mark(why, "title", reason || null);
+    say(why, row.reason?.replaceAll("_", " ") ?? row.why ?? "");
+    mark(why, "title", row.why);
     done.style.width = `${row.steps ? (100 * (row.step ?? 0)) / row.steps : 0}%`;
     mark(done, "data-state", row.state);
     say(steps, row.step == null ? "–" : `${count(row.step)} / ${count(row.steps)}`);
     say(loss, number(row.loss));
-    say(evaluation, number(row.evaluation_loss));
+    say(evaluation, number(row.best_evaluation_loss));
     say(speed, count(row.tokens_per_s));
     say(left, isOver(row.state) ? "–" : duration(row.remaining_s));
     say(since, age(row.created_at));
@@ -101,7 +100,7 @@ function filters(jobs, query, signal) {
     clearTimeout(waiting);
     waiting = setTimeout(() => jobs.reload(), "q" in changes ? 150 : 0);
   };
-  const search = h("input", { type: "search", id: "q", placeholder: "Search names, ids, labels", "aria-label": "Search", value: jobs.filters.q, oninput: () => apply({ q: search.value }) });
+  const search = h("input", { type: "search", id: "q", placeholder: "Search names", "aria-label": "Search", value: jobs.filters.q, oninput: () => apply({ q: search.value }) });
   const groups = h("div", { class: "groups", role: "group", "aria-label": "State" }, Object.entries(GROUPS).map(([value, name]) =>
     h("button", { type: "button", value, "aria-pressed": String(value === jobs.filters.state), onclick: () => apply({ state: value }) }, name)));
   const level = select("level", "Any level", jobs, apply);
