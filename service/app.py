@@ -22,9 +22,10 @@ from octet.service.http.streams import Streams
 from octet.service.ingest.app import Ingest, route_to
 from octet.service.jobs.admission import Admission
 from octet.service.jobs.requests import Request, Submission
+from octet.service.jobs.rows import Sparklines
 from octet.service.jobs.submissions import Shown, Submissions
 from octet.service.page import mount
-from octet.service.routes import catalog, files, jobs, operations, prometheus, records
+from octet.service.routes import catalog, files, jobs, operations, prometheus, records, rows
 from octet.service.routes.job_views import shown_submissions
 from octet.service.scheduling.places import QueuePlaces
 from octet.service.settings import Settings
@@ -73,13 +74,21 @@ def create_app(
     ingest = Ingest(database, settings.lease_s, telemetry, wake)
     places = QueuePlaces(database, settings)
     submissions = Submissions(database, show)
-    context = AppContext(settings, database, wake, Admission(settings), submissions, places)
+    context = AppContext(settings, database, wake, Admission(settings), submissions, places, Sparklines())
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams
     app.state.ingest = ingest
     app.router.routes.append(route_to(ingest))
-    for router in (jobs.router, records.router, files.router, catalog.router, operations.router, prometheus.router):
+    for router in (
+        rows.router,
+        jobs.router,
+        records.router,
+        files.router,
+        catalog.router,
+        operations.router,
+        prometheus.router,
+    ):
         app.include_router(router, dependencies=[require_api_key], responses=answers(401))
     app.include_router(operations.health)
     mount(app.router)

@@ -251,12 +251,15 @@ class _Reports:
         # Also where the spec says it: to read it there for each batch of steps takes as long as the rest of the query.
         self.job.steps = body.steps or self.job.spec["training"]["steps"]
         self.job.step, self.job.loss = body.resumed_from_step, store.curves.last_loss(self.session, self.job.id)
+        self.job.best_evaluation_loss = store.curves.best_evaluation_loss(self.session, self.job.id)
         self.job.tokens_per_s = self.job.remaining_s = None
         self.job.reported_at = self.now
 
     def _evaluation(self, body: batches.EvaluationReport) -> None:
         self.attempt.last_progress_at = self.now
-        if not store.curves.put_evaluation(self.session, self.job.id, body.step, body.loss, body.metrics):
+        if store.curves.put_evaluation(self.session, self.job.id, body.step, body.loss, body.metrics):
+            self.job.best_evaluation_loss = store.curves.best_evaluation_loss(self.session, self.job.id)
+        else:
             self._event("evaluation.without_step", f"step {body.step} was evaluated and is not in the curve", loss=body.loss)
 
     def _checkpoint(self, body: batches.CheckpointReport, at: datetime) -> None:

@@ -19,7 +19,7 @@ from sqlalchemy import Select, delete, func, select
 from sqlalchemy.orm import Session
 
 from octet.api_schemas.report import MAX_REPORTS_PER_BATCH
-from octet.service.db.bulk import Rows, Transaction
+from octet.service.db.bulk import Lookup, Rows, Transaction
 from octet.service.db.tables import Base, CurvePartRow, EvaluationRow, JobRow
 
 MAX_STEPS_PER_PART = MAX_REPORTS_PER_BATCH
@@ -33,6 +33,14 @@ _BYTES = 8
 """The size of a number. A part has a column of little-endian 64-bit integers or floats for each of these names, in this order.
 `at` is in microseconds since 1970; NaN is a loss or norm that was not finite.
 """
+_HAS_ALL = "part.last_step - part.first_step + 1 = part.num_steps AND given.last_step > part.first_step"
+_LOSSES_AT = Lookup(
+    [_PARTS.c.job_id, _PARTS.c.last_step],
+    f"SELECT given.job_id, given.last_step, substr(part.packed, CAST(1 + {_BYTES} * ({len(_INTEGERS)} * part.num_steps"
+    f" + CASE WHEN {_HAS_ALL} THEN given.last_step - part.first_step ELSE 0 END) AS INTEGER), {_BYTES})"
+    " FROM given JOIN curve_parts AS part ON part.job_id = given.job_id AND part.last_step ="
+    " (SELECT MIN(last_step) FROM curve_parts WHERE job_id = given.job_id AND last_step >= given.last_step)",
+)
 _Get = Callable[[Any], Any]
 _STEP, _TOKENS = attrgetter("step"), attrgetter("tokens")
 _MAY_BE_NONE: tuple[_Get, ...] = (attrgetter("loss"), attrgetter("gradient_norm"))
@@ -165,6 +173,18 @@ def last_loss(session: Session, job_id: str) -> float | None:
     """The loss of the last step; None before the first."""
     parts = _read(session, _of(job_id).order_by(_PARTS.c.last_step.desc()).limit(1))
     return _point(parts[0], parts[0].num_steps - 1).loss if parts else None
+
+
+def losses_at(transaction: Transaction, places: Sequence[tuple[str, int]]) -> dict[tuple[str, int], float | None]:
+    """Read the losses of steps, each given by its job and number. Of a step that was not reported the next one's is read."""
+    found = _LOSSES_AT.execute(transaction, places)
+    losses = {(job_id, step): unpack("<d", packed)[0] for job_id, step, packed in found}
+    return {place: None if isnan(loss) else loss for place, loss in losses.items()}
+
+
+def best_evaluation_loss(session: Session, job_id: str) -> float | None:
+    """The least loss of the job's evaluations; None without a finite one."""
+    return session.scalar(select(func.min(EvaluationRow.loss)).where(EvaluationRow.job_id == job_id))
 
 
 def current_points(session: Session, job_ids: Sequence[str]) -> dict[str, Point]:

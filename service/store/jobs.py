@@ -29,8 +29,10 @@ class Head:
     last_log_seq: int
 
 
-def find_job(session: Session, job_id: str) -> JobRow | None:
-    return session.get(JobRow, job_id)
+def find_job(session: Session, job_id: str, tenant: str | None = None) -> JobRow | None:
+    """Find a job. With a tenant, only one of that tenant."""
+    job = session.get(JobRow, job_id)
+    return job if job is None or tenant in (None, job.tenant) else None
 
 
 def find_jobs(session: Session, job_ids: Collection[str]) -> list[JobRow]:
@@ -104,6 +106,7 @@ class NewJob(NamedTuple):
     workers: int
     min_workers: int | None
     priority: int
+    level: str
     spec_text: str
     labels: dict[str, str]
     created_at: datetime
@@ -131,7 +134,7 @@ _OF_ALL_NEW: dict[str, str | int | None] = {
     "last_event_seq": 1,
     "last_log_seq": 0,
 }
-_OF_SOME = {"id", "name", "tenant", "pool", "workers", "min_workers", "priority", "spec", "created_at", "queued_at"}
+_OF_SOME = {"id", "name", "tenant", "pool", "workers", "min_workers", "priority", "level", "spec", "created_at", "queued_at"}
 _NEW_JOBS = Rows(
     _TABLES[JobRow.__tablename__],
     as_text=["spec"],
