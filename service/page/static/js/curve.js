@@ -88,7 +88,10 @@ export class Curve {
   /** Forget the steps after one. @param {number} after */
   #drop(after) {
     const keep = firstAt(this.step, after + 1);
-    if (keep < this.step.length) for (const name of COLUMNS) this[name].length = keep;
+    if (keep >= this.step.length) return;
+    const cutsBucket = this.numSteps[keep] > 1 && (this.step[keep - 1] ?? 0) < after;
+    for (const name of COLUMNS) this[name].length = keep;
+    if (cutsBucket) this.load().catch(() => {});
   }
 
   /** @param {Points} points */

@@ -15,9 +15,9 @@ export class Jobs {
   rows = [];
   onChange = () => {};
   onNews = () => {};
+  onReload = () => {};
   #asked = new Set();
   #version = 0;
-  #again = 0;
 
   /** @param {URLSearchParams} query @param {AbortSignal} signal */
   constructor(query, signal) {
@@ -33,6 +33,7 @@ export class Jobs {
   /** Read the first page again, and forget the others. */
   async reload() {
     const version = ++this.#version;
+    this.onReload();
     this.#asked.clear();
     await this.#read(0, version);
     if (version === this.#version) this.rows.length = Math.min(this.rows.length, PAGE);
@@ -48,9 +49,8 @@ export class Jobs {
   /** @param {number} offset @param {number} version */
   async #read(offset, version) {
     this.#asked.add(offset);
-    const { state, ...others } = this.filters;
     try {
-      const page = await ask(address("/v1/rows", { ...others, state: GROUPS[state] ?? [state], limit: PAGE, offset }), { signal: this.signal });
+      const page = await ask(this.#address(offset), { signal: this.signal });
       if (version !== this.#version) return;
       this.total = page.total;
       page.data.forEach((/** @type {Job} */ row, /** @type {number} */ place) => { this.rows[offset + place] = row; });
@@ -63,20 +63,31 @@ export class Jobs {
     this.onChange();
   }
 
-  /** Take changed rows. One that is new, or that the filters may not show any longer, makes the list be read again. @param {import("../live.js").Message[]} messages */
+  /** The query of the first page: the list that a stream keeps up to date. */
+  get list() {
+    return this.#address(0).split("?")[1];
+  }
+
+  /** Take changes of the first page. @param {import("./live.js").Message[]} messages */
   receive(messages) {
-    const places = new Map(this.rows.map((row, place) => [row?.id, place]));
-    for (const { kind, job, data } of messages) {
-      if (kind === "again") this.#later();
-      if (kind !== "row") continue;
-      const place = places.get(job);
-      if (place === undefined || this.rows[place]?.state !== data.state) this.#later();
-      if (place !== undefined) this.rows[place] = data;
+    for (const { kind, list, total, ids, changed } of messages) {
+      if (kind !== "rows" || list !== this.list) continue;
+      const known = new Map([...this.rows.slice(0, PAGE), ...changed].map((row) => [row?.id, row]));
+      const order = ids ?? this.rows.slice(0, PAGE).map((row) => row?.id);
+      order.forEach((id, place) => { this.rows[place] = known.get(id); });
+      this.total = total;
     }
     this.onNews();
   }
 
-  #later() {
-    if (!this.#again) this.#again = setTimeout(() => { this.#again = 0; if (!this.signal.aborted) this.reload(); }, 300);
+  /** Read the pages behind the first again when they are in sight next. */
+  forget() {
+    this.#asked = new Set([0]);
+  }
+
+  /** @param {number} offset */
+  #address(offset) {
+    const { state, ...others } = this.filters;
+    return address("/v1/rows", { ...others, state: GROUPS[state] ?? [state], limit: PAGE, offset: offset || null });
   }
 }

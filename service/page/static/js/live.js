@@ -3,8 +3,9 @@
 import { key } from "./api.js";
 import { age } from "./format.js";
 
-/** @typedef {{kind: string, job: string, data: any}} Message */
-/** @typedef {{rows?: boolean, jobs?: import("./stream.js").Position[]}} Wish */
+/** `points`, `event` and `log_line` have a list as `data`, `row` one row, and `rows` a list of jobs. */
+/** @typedef {{kind: string, job: string, data: any, list: string, total: number, ids: string[] | null, changed: import("octet-types").Row[]}} Message */
+/** @typedef {Partial<Pick<import("./stream.js").Client, "list" | "jobs" | "cursors">>} Wish */
 
 const BEAT_MS = 20_000;
 
@@ -32,7 +33,7 @@ export async function watch(wish, onMessages, signal) {
   const { post } = await line;
   if (signal.aborted) return;
   hand = onMessages;
-  post({ key: key(), rows: false, jobs: [], ...wish });
+  post({ key: key(), list: null, jobs: [], cursors: [], ...wish });
   signal.addEventListener("abort", () => {
     if (hand !== onMessages) return;
     hand = null;

@@ -1,6 +1,5 @@
 /** A job's log, live: the newest lines, of all ranks or of one. */
 
-import { address } from "./api.js";
 import { fill, h, panel, problem } from "./dom.js";
 import { clock } from "./figures.js";
 import { remember } from "./main.js";
@@ -39,7 +38,7 @@ export class Logs {
   async #read() {
     const { id, signal } = this.shown;
     try {
-      this.take(await all(address(`/v1/jobs/${id}/logs`, { after: this.#last }), signal));
+      this.take(await all(`/v1/jobs/${id}/logs`, signal, this.#last || ""));
     } catch (error) {
       if (!signal.aborted) fill(this.note, problem(error));
     }
@@ -59,12 +58,12 @@ export class Logs {
 
   /** @param {import("./live.js").Message[]} messages */
   receive(messages) {
-    this.take(messages.filter(({ kind }) => kind === "log_line").map(({ data }) => data));
+    this.take(messages.flatMap(({ kind, data }) => (kind === "log_line" ? data : [])));
   }
 
   /** Return where the stream of lines goes on. */
-  place() {
-    return { log: this.#last };
+  get cursor() {
+    return `log_line.${this.shown.id}.${this.#last}`;
   }
 
   draw() {

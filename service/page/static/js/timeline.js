@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { fill, h, panel, problem, say } from "./dom.js";
-import { between, clock } from "./figures.js";
+import { between, bytes, clock, short } from "./figures.js";
 import { count, duration } from "./format.js";
 import { isOver } from "./levels.js";
 import { all } from "./requests.js";
@@ -13,7 +13,10 @@ import { all } from "./requests.js";
 const PHASES = /** @type {[string, string][]} */ ([
   ["placed_at", "queue"], ["process_up_at", "process"], ["torch_imported_at", "torch"], ["model_built_at", "model and data"], ["first_step_at", "first step"], ["warmed_up_at", "compilation"],
 ]);
-const FEW = 8;
+const FEW = 10;
+
+/** Write a fact of an event. @param {[string, unknown]} pair */
+const fact = ([name, value]) => (/bytes$/.test(name) ? bytes(Number(value)) : `${name.replaceAll("_", " ")} ${typeof value === "number" ? short(value) : value}`);
 
 export class Timeline {
   /** @type {Event[]} */
@@ -52,8 +55,9 @@ export class Timeline {
 
   /** @param {import("./live.js").Message[]} messages */
   receive(messages) {
-    for (const { kind, data } of messages) if (kind === "event") this.#take(data);
-    if (messages.some(({ kind, data }) => kind === "again" || (kind === "event" && data.type.startsWith("attempt")))) this.#reading = this.#reading.then(() => this.#read());
+    const events = /** @type {Event[]} */ (messages.flatMap(({ kind, data }) => (kind === "event" ? data : [])));
+    for (const event of events) this.#take(event);
+    if (events.some(({ type }) => type.startsWith("attempt"))) this.#reading = this.#reading.then(() => this.#read());
   }
 
   draw() {
@@ -70,7 +74,7 @@ export class Timeline {
   /** @param {Event} event */
   #line({ at, type, message, attempt_id, data }) {
     const attempt = this.attempts.find(({ id }) => id === attempt_id);
-    const facts = Object.entries(data).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(" · ");
+    const facts = Object.entries(data).map(fact).join(" · ");
     const bad = /fail|lost|expired|demoted|skipped/.test(type);
     return h("li", { class: bad ? "poor" : null }, h("time", { datetime: at }, clock(at)), h("code", {}, type), h("span", {}, message, facts && h("small", {}, facts)),
       h("small", {}, attempt ? `attempt ${attempt.epoch}` : ""));
@@ -107,7 +111,7 @@ export class Timeline {
   }
 
   /** Return where the stream of events goes on. */
-  place() {
-    return { event: this.events[this.events.length - 1]?.seq ?? 0 };
+  get cursor() {
+    return `event.${this.shown.id}.${this.events[this.events.length - 1]?.seq ?? 0}`;
   }
 }

@@ -87,7 +87,7 @@ function band(pen, { x: at, low, high, color }, { x, y }, width, colors) {
 /** @param {CanvasRenderingContext2D} pen @param {Drawn} series @param {Frame} frame @param {Colors} colors */
 function line(pen, { line: points, color, dash = [], faint = false, dots = false }, { x, y }, colors) {
   pen.strokeStyle = pen.fillStyle = colors(color);
-  pen.globalAlpha = faint ? 0.3 : 1;
+  pen.globalAlpha = faint ? 0.5 : 1;
   pen.lineWidth = faint ? 1 : 2;
   pen.lineJoin = "round";
   pen.setLineDash(dash);

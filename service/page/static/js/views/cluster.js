@@ -28,7 +28,7 @@ export async function show({ root, signal }) {
   await refresh();
   const soon = paced(refresh, signal);
   every(10, soon, signal);
-  watch({ rows: true }, soon, signal);
+  watch({ list: "state=queued&state=starting&state=running&state=cancelling&limit=100" }, soon, signal);
 }
 
 /** @param {AbortSignal} signal */

@@ -35,10 +35,10 @@ export async function show({ root, query, signal }) {
   view.draw();
   const soon = paced(() => view.draw(), signal);
   every(5, () => { if (view.isLive) soon(); }, signal);
-  watch({ jobs: jobs.map(({ job, curve }) => ({ id: job.id, cursor: curve.cursor })) }, (messages) => {
+  watch({ jobs: jobs.map(({ job }) => job.id), cursors: jobs.map(({ curve }) => curve.cursor) }, (messages) => {
     for (const { kind, job: id, data } of messages) {
       const one = jobs.find(({ job }) => job.id === id);
-      if (one && kind === "points") one.curve.add(data);
+      if (one && kind === "points") for (const points of data) one.curve.add(points);
       if (one && kind === "row") one.job.state = data.state;
     }
     soon();

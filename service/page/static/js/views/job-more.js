@@ -20,7 +20,7 @@ export function parts(shown, { memory, rest, query }) {
   const logs = new Logs(shown, query);
   const checkpoints = panel("Checkpoints");
   health.hidden = true;
-  rest.append(health, timeline.element, logs.element, checkpoints);
+  rest.append(health, h("div", { class: "halves" }, timeline.element, logs.element), checkpoints);
   const saved = new Checkpoints(checkpoints, shown);
   return [{ draw: () => drawMemory(memory, shown) }, { draw: () => drawHealth(health, shown) }, timeline, logs, saved];
 }
@@ -83,7 +83,7 @@ class Checkpoints {
 
   /** @param {import("../live.js").Message[]} messages */
   receive(messages) {
-    if (messages.some(({ kind, data }) => kind === "again" || (kind === "event" && data.type.startsWith("checkpoint")))) this.#read();
+    if (messages.some(({ kind, data }) => kind === "event" && data.some((/** @type {{type: string}} */ { type }) => type.startsWith("checkpoint")))) this.#read();
   }
 
   async #read() {

@@ -12,7 +12,7 @@ import { Curves } from "./curves.js";
 /** @typedef {import("octet-types").Job} Job */
 /** @typedef {import("octet-types").Measurements} Measurements */
 /** @typedef {{id: string, job: Job, curve: Curve, measured: Measurements | null, signal: AbortSignal}} Shown */
-/** @typedef {{draw: (shown: Shown) => void, receive?: (messages: import("../live.js").Message[]) => void, place?: () => object}} Part */
+/** @typedef {{draw: (shown: Shown) => void, receive?: (messages: import("../live.js").Message[]) => void, cursor?: string}} Part */
 
 /** @param {import("../main.js").Place} place */
 export async function show({ root, id, query, signal }) {
@@ -35,23 +35,20 @@ export async function show({ root, id, query, signal }) {
   parts.push(...more.parts(shown, { memory, rest, query }));
   redraw();
   const soon = paced(redraw, signal);
-  let isStale = false;
   const refresh = paced(async () => {
-    isStale = false;
     const [fresh, last] = await Promise.all([ask(`/v1/jobs/${id}`, { signal }), measurements(id, signal)]).catch(() => [null, null]);
     if (!fresh) return;
     [shown.job, shown.measured] = [fresh, last];
     soon();
   }, signal);
   every(1, () => { if (!isOver(shown.job.state)) soon(); }, signal);
-  await watch({ jobs: [Object.assign({ id, cursor: curve.cursor }, ...parts.map((part) => part.place?.() ?? {}))] }, (messages) => {
+  await watch({ jobs: [id], cursors: [curve.cursor, ...parts.flatMap((part) => part.cursor ?? [])] }, (messages) => {
     for (const { kind, data } of messages) {
-      if (kind === "points") curve.add(data);
-      if (kind === "again" || kind === "event" || kind === "row") isStale = true;
+      if (kind === "points") for (const points of data) curve.add(points);
       if (kind === "row") take(shown, data);
+      if (kind === "event") refresh();
     }
     for (const part of parts) part.receive?.(messages);
-    if (isStale) refresh();
     soon();
   }, signal);
 }
@@ -74,7 +71,7 @@ function drawHead(head, { job, id }) {
     const under = h("p", { class: "muted" }, `${family} on ${job.spec.resources.pool} · `, h("code", {}, id), ` · ${job.tenant}`);
     const buttons = h("div", { class: "buttons" });
     head.append(h("div", {}, h("h1", {}, job.name, " ", badge(job.spec.precision.level), " ", h("span", { class: "now" })), under), buttons);
-    import("./actions.js").then(({ actions }) => fill(buttons, actions(job)));
+    import("../actions.js").then(({ actions }) => fill(buttons, actions(job)));
   }
   const now = /** @type {HTMLElement} */ (head.querySelector(".now"));
   if (now.dataset.state !== job.state) {

@@ -24,11 +24,16 @@ export function enliven({ root, jobs, chosen, at, rows, table, pools }, { signal
   if (chosen.size) choose();
   const showPools = paced(() => drawPools(pools, signal), signal);
   jobs.onNews = paced(jobs.onChange, signal);
-  every(10, () => { rows.draw(); showPools(); }, signal);
-  watch({ rows: true }, (messages) => {
-    if (messages.some(({ kind }) => kind === "row")) showPools();
+  every(10, () => {
+    jobs.forget();
+    rows.draw();
+    showPools();
+  }, signal);
+  jobs.onReload = () => watch({ list: jobs.list }, (messages) => {
+    if (messages.some(({ kind }) => kind === "rows")) showPools();
     jobs.receive(messages);
   }, signal);
+  jobs.onReload();
   const move = (/** @type {number} */ by) => {
     at.index = Math.max(0, Math.min(jobs.total - 1, at.index + by));
     rows.reveal(at.index);

@@ -34,7 +34,7 @@ function build({ root, query, signal }) {
   const table = h("div", { class: "table", role: "table", "aria-label": "Jobs" }, h("div", { role: "rowgroup" }, head), rows.element);
   const pools = h("div", { class: "pools" });
   const note = h("div", { class: "empty", "aria-live": "polite" });
-  root.append(h("h1", { class: "hidden" }, "Jobs"), pools, filters(jobs, query, signal), table, note);
+  root.append(h("h1", { class: "hidden" }, "Jobs"), pools, filters(jobs, signal), table, note);
   jobs.onChange = () => {
     rows.resize(jobs.total);
     mark(table, "aria-rowcount", String(jobs.total + 1));
@@ -90,8 +90,8 @@ function rowOf(chosen, at) {
   return { element, update };
 }
 
-/** @param {Jobs} jobs @param {URLSearchParams} query @param {AbortSignal} signal */
-function filters(jobs, query, signal) {
+/** @param {Jobs} jobs @param {AbortSignal} signal */
+function filters(jobs, signal) {
   let waiting = 0;
   const apply = (/** @type {Record<string, string>} */ changes) => {
     Object.assign(jobs.filters, changes);
