@@ -1,6 +1,7 @@
 /** What a comparison says: smoothed curves, their difference to a baseline, the band of its seeds, and a verdict in words. */
 
-import { firstAt, smooth } from "./chart/decimate.js";
+import { firstAt } from "./chart/decimate.js";
+import { smooth } from "./chart/smooth.js";
 import { bytes, percent } from "./figures.js";
 import { count } from "./format.js";
 

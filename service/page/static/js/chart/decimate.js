@@ -45,30 +45,3 @@ export function firstAt(x, value) {
   }
   return low;
 }
-
-/**
- * Smooth by a mean whose weights fall exponentially over about `window` steps to both sides. The weights of each value sum
- * to one, so a constant stays constant, and neither end is drawn towards zero. Missing values are passed over.
- * @param {(number | null)[]} values @param {number[]} weights steps that each value stands for @param {number} window
- * @returns {(number | null)[]}
- */
-export function smooth(values, weights, window) {
-  const [forth, back] = [oneSided(values, weights, window), oneSided([...values].reverse(), [...weights].reverse(), window)];
-  const last = values.length - 1;
-  return values.map((value, place) => {
-    if (value === null) return null;
-    const [[sum, whole], [later, others], own] = [forth[place], back[last - place], weights[place]];
-    return (sum + later - own * value) / (whole + others - own);
-  });
-}
-
-/** Sum values and weights up to each place. @param {(number | null)[]} values @param {number[]} weights @param {number} window @returns {[number, number][]} */
-function oneSided(values, weights, window) {
-  let [sum, whole] = [0, 0];
-  return values.map((value, place) => {
-    const keep = Math.exp(-weights[place] / window);
-    [sum, whole] = [sum * keep, whole * keep];
-    if (value !== null) [sum, whole] = [sum + weights[place] * value, whole + weights[place]];
-    return [sum, whole];
-  });
-}

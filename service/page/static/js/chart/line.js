@@ -37,7 +37,7 @@ export class LineChart {
 
   /**
    * @param {{label: string, xLabel: string, signal: AbortSignal, format?: (value: number | null) => string, formatX?: (value: number) => string,
-   *   onZoom?: (range: Range) => void, fromZero?: boolean, height?: number}} options
+   *   onZoom?: (range: Range) => void, fromZero?: boolean, always?: number, height?: number}} options
    */
   constructor(options) {
     this.options = { format: short, formatX: short, onZoom: () => {}, fromZero: false, height: 260, ...options };
@@ -85,7 +85,7 @@ export class LineChart {
     this.x = scale(from, to, MARGIN.left, width - MARGIN.right, { num: Math.max(2, width / 110) });
     const drawn = series.map((each) => ({ ...each, line: decimate(each.x, each.y, from, to, width) }));
     const [least, most] = this.#heights(drawn, from, to, width);
-    this.y = scale(least, most, height - MARGIN.bottom, MARGIN.top, { isLog: this.isLog, num: height / 60 });
+    this.y = scale(least, most, height - MARGIN.bottom, MARGIN.top, { isLog: this.isLog, num: height / 45 });
     paint(this.canvas, drawn, { x: this.x, y: this.y, cursor: this.cursor, dragFrom: this.dragFrom, margin: MARGIN, ...this.options });
     this.#say();
   }
@@ -109,6 +109,7 @@ export class LineChart {
       for (const edge of [low, high]) if (edge) for (const [at, value] of decimate(x, edge, from, to, width)) if (at >= from && at <= to) see(value);
     }
     if (!Number.isFinite(least)) return [0, 1];
+    if (this.options.always !== undefined) see(this.options.always);
     if (this.options.fromZero) return [0, most * 1.08 || 1];
     if (this.isLog) return [least * 0.95, most * 1.05];
     const room = (most - least) * 0.06 || Math.abs(most) * 0.05 || 1;

@@ -9,17 +9,18 @@ const NAMES = /** @type {Record<string, string>} */ ({ master_weights: "master w
 
 /**
  * Build bars with a table of what they show.
- * @param {{name: string | HTMLElement, parts: Record<string, number>}[]} bars
+ * @param {{name: string, label?: HTMLElement, parts: Record<string, number>}[]} bars `label` stands at a bar in place of its name
+ * @param {boolean} [isVersus] say how the first compares with the last
  */
-export function stacks(bars) {
+export function stacks(bars, isVersus = false) {
   const classes = [...new Set([...ORDER, ...bars.flatMap(({ parts }) => Object.keys(parts))])].filter((name) => bars.some(({ parts }) => parts[name]));
   const totals = bars.map(({ parts }) => Object.values(parts).reduce((sum, each) => sum + each, 0));
   const most = Math.max(...totals);
-  const drawn = bars.map(({ name, parts }, place) => h("div", { class: "stack" }, h("span", {}, name), h("div", { class: "pile" }, classes.map((each) => piece(each, (parts[each] ?? 0) / most))),
+  const drawn = bars.map(({ name, label, parts }, place) => h("div", { class: "stack" }, h("span", {}, label ?? name), h("div", { class: "pile" }, classes.map((each) => piece(each, (parts[each] ?? 0) / most))),
     h("b", {}, bytes(totals[place]))));
   const last = totals.length - 1;
-  const saved = totals.length > 1 && typeof bars[last].name === "string" ? h("p", { class: "verdict" }, comparison(totals[0], totals[last], String(bars[last].name))) : null;
-  const table = h("table", { class: "classes" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span", { class: "hidden" }, "Class")), bars.map(({ name }) => h("th", { scope: "col", class: "figure" }, typeof name === "string" ? name : name.textContent)))),
+  const saved = isVersus && last > 0 ? h("p", { class: "verdict" }, comparison(totals[0], totals[last], bars[last].name)) : null;
+  const table = h("table", { class: "classes" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span", { class: "hidden" }, "Class")), bars.map(({ name }) => h("th", { scope: "col", class: "figure" }, name)))),
     h("tbody", {}, classes.map((each) => h("tr", {}, h("th", { scope: "row" }, swatch(each), NAMES[each] ?? each.replaceAll("_", " ")), bars.map(({ parts }) => h("td", { class: "figure" }, bytes(parts[each] ?? 0)))))));
   return h("div", { class: "stacks" }, saved, drawn, table);
 }

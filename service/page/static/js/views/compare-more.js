@@ -22,7 +22,7 @@ export function detail(element, jobs, base) {
 /** @param {Compared[]} jobs */
 function memory(jobs) {
   const known = jobs.filter((each) => heldBy(each));
-  const bars = known.map((each) => ({ name: h("span", {}, badge(each.job.spec.precision.level), h("small", {}, perParameter(each))), parts: heldBy(each) ?? {} }));
+  const bars = known.map((each) => ({ name: each.job.spec.precision.level, label: h("span", {}, badge(each.job.spec.precision.level), h("small", {}, perParameter(each))), parts: heldBy(each) ?? {} }));
   return panel("Memory by class", bars.length ? stacks(bars) : h("p", { class: "muted" }, "Counted after the first step."));
 }
 

@@ -63,7 +63,7 @@ class Comparison {
       if (this.axis === "step") Object.assign(this.apart, { range }).draw();
     };
     this.chart = new LineChart({ label: "Training loss, smoothed", xLabel: this.axis, formatX: AXES[this.axis], format: (value) => number(value), signal, onZoom, height: 320 });
-    this.apart = new LineChart({ label: "Difference of the loss to the baseline", xLabel: "step", format: (value) => (value === null ? "–" : value.toFixed(4).replace("-", "−")), formatX: AXES.step, signal, height: 200 });
+    this.apart = new LineChart({ label: "Difference of the loss to the baseline", xLabel: "step", format: (value) => (value === null ? "–" : value.toFixed(4).replace("-", "−")), formatX: AXES.step, signal, always: 0, height: 200 });
     const zoom = query.get("zoom")?.split("-").map(Number);
     if (zoom?.length === 2 && zoom.every(Number.isFinite)) this.chart.range = [zoom[0], zoom[1]];
     if (this.axis === "step") this.apart.range = this.chart.range;

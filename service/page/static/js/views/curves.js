@@ -2,7 +2,7 @@
 
 import { dash, hue } from "../levels.js";
 import { LineChart } from "../chart/line.js";
-import { smooth } from "../chart/decimate.js";
+import { smooth } from "../chart/smooth.js";
 import { h, panel, say } from "../dom.js";
 import { compact, percent } from "../figures.js";
 import { count, duration, number } from "../format.js";

@@ -33,11 +33,11 @@ function drawMemory(side, { job, measured }) {
   if (side.dataset.words === words) return;
   side.dataset.words = words;
   if (!held) {
-    const note = isOver(job.state) ? "It ended before its first step." : "Counted from live tensors after the first step.";
+    const note = !isOver(job.state) ? "Counted from live tensors after the first step." : job.progress ? "It was not measured." : "It ended before its first step.";
     return fill(side, panel("Memory", h("p", { class: "muted" }, note)));
   }
   const level = job.spec.precision.level;
-  const bars = stacks([{ name: level, parts: held }, ...(memory ? [{ name: "fp32", parts: memory.fp32 }] : [])]);
+  const bars = stacks([{ name: level, parts: held }, ...(memory ? [{ name: "fp32", parts: memory.fp32 }] : [])], true);
   const facts = [
     measured && `${count(measured.num_parameters)} parameters`,
     measured && `${count(measured.num_layers_converted)} layers converted, ${count(measured.num_layers_skipped)} kept`,
