@@ -11,7 +11,11 @@ import { toYaml } from "./yaml.js";
 
 /** Build a job's buttons. @param {Job} job @returns {HTMLElement[]} */
 export function actions(job) {
-  const cancel = h("button", { type: "button", class: "danger", hidden: isOver(job.state), onclick: () => confirmCancel(job) }, "Cancel");
+  const cancel = h(
+    "button",
+    { type: "button", class: "danger", hidden: isOver(job.state), onclick: () => confirmCancel(job) },
+    "Cancel",
+  );
   mark(cancel, "data-action", "cancel");
   return [
     cancel,
@@ -24,24 +28,40 @@ export function actions(job) {
 /** @param {Job} job */
 function confirmCancel(job) {
   const note = h("div");
-  const stop = h("button", { type: "button", class: "danger", onclick: async () => {
-    stop.disabled = true;
-    try {
-      await send(`/v1/jobs/${job.id}/cancel`, {});
-      dialog.close();
-    } catch (error) {
-      fill(note, problem(error));
-      stop.disabled = false;
-    }
-  } }, "Cancel the job");
-  const dialog = open("Cancel this job?", h("p", {}, `${job.name} stops at the end of its step and saves nothing more. Its curve and checkpoints stay.`), note, stop);
+  const stop = h(
+    "button",
+    {
+      type: "button",
+      class: "danger",
+      onclick: async () => {
+        stop.disabled = true;
+        try {
+          await send(`/v1/jobs/${job.id}/cancel`, {});
+          dialog.close();
+        } catch (error) {
+          fill(note, problem(error));
+          stop.disabled = false;
+        }
+      },
+    },
+    "Cancel the job",
+  );
+  const dialog = open(
+    "Cancel this job?",
+    h("p", {}, `${job.name} stops at the end of its step and saves nothing more. Its curve and checkpoints stay.`),
+    note,
+    stop,
+  );
 }
 
 /** @param {Job} job */
 function showSpec(job) {
   const yaml = toYaml(job.spec);
   const curl = curlOf(job.spec);
-  open("Take this job along", h("div", { class: "copies" }, copy("Job file, for octet submit", yaml), copy("The same as curl", curl)));
+  open(
+    "Take this job along",
+    h("div", { class: "copies" }, copy("Job file, for octet submit", yaml), copy("The same as curl", curl)),
+  );
 }
 
 /** Write a submission as a command. @param {unknown} spec */
@@ -54,12 +74,23 @@ export function curlOf(spec) {
 /** Build a text that can be copied. @param {string} title @param {string} text */
 export function copy(title, text) {
   const block = h("pre", { tabindex: 0, "aria-label": title }, text);
-  const button = h("button", { type: "button", class: "plain", onclick: async () => {
-    getSelection()?.selectAllChildren(block);
-    // A page over plain HTTP from another machine has no clipboard; there the text is selected for the keys.
-    const isDone = await navigator.clipboard?.writeText(text).then(() => true, () => false);
-    button.textContent = isDone ? "Copied" : "Selected: press Ctrl+C";
-  } }, "Copy");
+  const button = h(
+    "button",
+    {
+      type: "button",
+      class: "plain",
+      onclick: async () => {
+        getSelection()?.selectAllChildren(block);
+        // A page over plain HTTP from another machine has no clipboard; there the text is selected for the keys.
+        const isDone = await navigator.clipboard?.writeText(text).then(
+          () => true,
+          () => false,
+        );
+        button.textContent = isDone ? "Copied" : "Selected: press Ctrl+C";
+      },
+    },
+    "Copy",
+  );
   return h("section", {}, h("div", { class: "titled" }, h("h3", {}, title), button), block);
 }
 
@@ -70,13 +101,21 @@ export async function openFiles({ job_id, id, step }) {
   const path = `/v1/jobs/${job_id}/checkpoints/${id}/files`;
   try {
     const { data } = await ask(path);
-    fill(list, data.map((/** @type {{path: string, num_bytes: number}} */ file) => h("li", {}, fileLink(`${path}/${file.path}`, file.path), ` ${bytes(file.num_bytes)}`)));
+    fill(
+      list,
+      data.map((/** @type {{path: string, num_bytes: number}} */ file) =>
+        h("li", {}, fileLink(`${path}/${file.path}`, file.path), ` ${bytes(file.num_bytes)}`),
+      ),
+    );
   } catch (error) {
     fill(list, problem(error));
   }
 }
 
-/** Build a link to a file. A link sends no key, so where there is one the file is fetched first. @param {string} path @param {string} name */
+/**
+ * Build a link to a file. A link sends no key, so where there is one the file is fetched first.
+ * @param {string} path @param {string} name
+ */
 function fileLink(path, name) {
   const link = h("a", { href: path, download: name.replaceAll("/", "-") }, name);
   if (!key()) return link;
@@ -98,4 +137,3 @@ function open(title, ...children) {
   dialog.showModal();
   return dialog;
 }
-

@@ -32,7 +32,10 @@ export async function ask(path, options = {}) {
     answer = await fetch(path, { ...options, headers: { ...headers(), ...options.headers } });
   } catch (error) {
     if (options.signal?.aborted) throw error;
-    throw new ApiError(0, { title: "The server does not answer", detail: "Is `octet serve` running, and the network up? The page tries again by itself." });
+    throw new ApiError(0, {
+      title: "The server does not answer",
+      detail: "Is `octet serve` running, and the network up? The page tries again by itself.",
+    });
   }
   const body = await answer.json().catch(() => ({}));
   if (answer.ok) return body;

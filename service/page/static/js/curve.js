@@ -8,7 +8,19 @@ import { firstAt } from "./chart/decimate.js";
 
 const BUCKETS = 800;
 const MOST_LIVE = 6000;
-const COLUMNS = /** @type {const} */ (["step", "at", "numSteps", "loss", "least", "greatest", "norm", "rate", "tokens", "time", "wait"]);
+const COLUMNS = /** @type {const} */ ([
+  "step",
+  "at",
+  "numSteps",
+  "loss",
+  "least",
+  "greatest",
+  "norm",
+  "rate",
+  "tokens",
+  "time",
+  "wait",
+]);
 
 export class Curve {
   /** @type {number[]} */ step = [];
@@ -22,7 +34,11 @@ export class Curve {
   /** Trained up to here. @type {number[]} */ tokens = [];
   /** Seconds of training up to here. @type {number[]} */ time = [];
   /** Seconds of waiting for data up to here. @type {number[]} */ wait = [];
-  evaluations = { step: /** @type {number[]} */ ([]), loss: /** @type {(number | null)[]} */ ([]), metrics: /** @type {Record<string, (number | null)[]>} */ ({}) };
+  evaluations = {
+    step: /** @type {number[]} */ ([]),
+    loss: /** @type {(number | null)[]} */ ([]),
+    metrics: /** @type {Record<string, (number | null)[]>} */ ({}),
+  };
   cursor = "";
   stepBy = 1;
   #live = 0;
@@ -42,13 +58,24 @@ export class Curve {
     /** @type {Answer} */
     const answer = await ask(address(`/v1/jobs/${this.id}/curve`, { points: BUCKETS }), { signal: this.signal });
     for (const name of COLUMNS) this[name].length = 0;
-    this.evaluations = { step: [...answer.evaluations.step], loss: [...answer.evaluations.loss], metrics: copied(answer.evaluations.metrics) };
+    this.evaluations = {
+      step: [...answer.evaluations.step],
+      loss: [...answer.evaluations.loss],
+      metrics: copied(answer.evaluations.metrics),
+    };
     this.cursor = answer.cursor;
     this.stepBy = answer.step_by;
     this.#live = 0;
     for (const place of answer.step.keys()) {
       const { loss, loss_least, loss_greatest, gradient_norm, learning_rate } = answer;
-      this.#push(answer, place, [answer.num_steps[place], loss[place], loss_least[place], loss_greatest[place], gradient_norm[place], learning_rate[place]]);
+      this.#push(answer, place, [
+        answer.num_steps[place],
+        loss[place],
+        loss_least[place],
+        loss_greatest[place],
+        gradient_norm[place],
+        learning_rate[place],
+      ]);
     }
     return this;
   }

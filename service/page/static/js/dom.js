@@ -56,7 +56,10 @@ export function fill(element, ...children) {
   element.replaceChildren(...nodes(children));
 }
 
-/** Change a text where it differs, so that an unchanged row is not laid out again. @param {Element} element @param {string} text */
+/**
+ * Change a text where it differs, so that an unchanged row is not laid out again.
+ * @param {Element} element @param {string} text
+ */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -88,7 +91,10 @@ export function panel(title, ...children) {
   return h("section", { class: "panel" }, h("h2", {}, title), ...children);
 }
 
-/** Run something at most once a second, and not while the page is hidden. @param {() => void} run @param {AbortSignal} signal */
+/**
+ * Run something at most once a second, and not while the page is hidden.
+ * @param {() => void} run @param {AbortSignal} signal
+ */
 export function paced(run, signal) {
   let timer = 0;
   let last = 0;
@@ -98,14 +104,25 @@ export function paced(run, signal) {
     last = performance.now();
     run();
   };
-  document.addEventListener("visibilitychange", () => { if (!timer) fire(); }, { signal });
+  document.addEventListener(
+    "visibilitychange",
+    () => {
+      if (!timer) fire();
+    },
+    { signal },
+  );
   return () => {
     if (!timer) timer = setTimeout(fire, Math.max(0, last + 1000 - performance.now()));
   };
 }
 
-/** Run something every few seconds until the view is left, while the page is in sight. @param {number} seconds @param {() => void} run @param {AbortSignal} signal */
+/**
+ * Run something every few seconds until the view is left, while the page is in sight.
+ * @param {number} seconds @param {() => void} run @param {AbortSignal} signal
+ */
 export function every(seconds, run, signal) {
-  const timer = setInterval(() => { if (!document.hidden) run(); }, 1000 * seconds);
+  const timer = setInterval(() => {
+    if (!document.hidden) run();
+  }, 1000 * seconds);
   signal.addEventListener("abort", () => clearInterval(timer));
 }

@@ -17,13 +17,19 @@ export class Form {
     this.onChange = onChange;
   }
 
-  /** Build the field of a path. @param {string} path @param {Schema} raw @param {{label?: string, options?: string[]}} [words] @returns {HTMLElement} */
+  /**
+   * Build the field of a path.
+   * @param {string} path @param {Schema} raw @param {{label?: string, options?: string[]}} [words]
+   * @returns {HTMLElement}
+   */
   field(path, raw, { label, options } = {}) {
     const schema = this.schema.plain(raw);
     const id = `field-${path.replaceAll(".", "-")}`;
     const choices = options ?? schema.enum;
     const input = choices ? this.#choice(id, choices, schema) : this.#input(id, schema);
-    input.addEventListener(choices || schema.type === "boolean" ? "change" : "input", () => this.onChange(path, this.#read(input, schema)));
+    input.addEventListener(choices || schema.type === "boolean" ? "change" : "input", () =>
+      this.onChange(path, this.#read(input, schema)),
+    );
     const note = h("small", { class: "bad", id: `${id}-note` });
     const help = schema.description ? h("small", { id: `${id}-help` }, schema.description) : null;
     mark(input, "aria-describedby", [help && `${id}-help`, `${id}-note`].filter(Boolean).join(" "));
@@ -32,7 +38,10 @@ export class Form {
     return h("div", { class: schema.type === "boolean" ? "field switch" : "field" }, name, input, help, note);
   }
 
-  /** Build the fields of an object but for some, those of its parts included. @param {string} path @param {Schema} raw @param {any} value @param {Set<string>} except @returns {HTMLElement[]} */
+  /**
+   * Build the fields of an object but for some, those of its parts included.
+   * @param {string} path @param {Schema} raw @param {any} value @param {Set<string>} except @returns {HTMLElement[]}
+   */
   fields(path, raw, value, except) {
     const shape = this.schema.shape(raw, value);
     return Object.entries(shape.properties ?? {}).flatMap(([name, each]) => {
@@ -48,7 +57,12 @@ export class Form {
   #choice(id, choices, schema) {
     const fallback = schema.default ?? null;
     const none = fallback === null || !choices.includes(fallback) ? h("option", { value: "" }, "–") : null;
-    return h("select", { id }, none, choices.map((each) => h("option", { value: each }, each === fallback ? `${each} (default)` : each)));
+    return h(
+      "select",
+      { id },
+      none,
+      choices.map((each) => h("option", { value: each }, each === fallback ? `${each} (default)` : each)),
+    );
   }
 
   /** @param {string} id @param {Schema} schema */
@@ -56,12 +70,23 @@ export class Form {
     if (schema.type === "boolean") return h("input", { id, type: "checkbox" });
     const isNumber = schema.type === "integer" || schema.type === "number";
     const shown = schema.default ?? null;
-    return h("input", { id, type: "text", inputmode: isNumber ? "decimal" : null, autocomplete: "off", spellcheck: "false", placeholder: shown === null ? "" : text(shown) });
+    return h("input", {
+      id,
+      type: "text",
+      inputmode: isNumber ? "decimal" : null,
+      autocomplete: "off",
+      spellcheck: "false",
+      placeholder: shown === null ? "" : text(shown),
+    });
   }
 
-  /** Read what a person put in: empty is the default. @param {HTMLInputElement | HTMLSelectElement} input @param {Schema} schema */
+  /**
+   * Read what a person put in: empty is the default.
+   * @param {HTMLInputElement | HTMLSelectElement} input @param {Schema} schema
+   */
   #read(input, schema) {
-    if (input instanceof HTMLInputElement && input.type === "checkbox") return input.checked === (schema.default ?? false) ? undefined : input.checked;
+    if (input instanceof HTMLInputElement && input.type === "checkbox")
+      return input.checked === (schema.default ?? false) ? undefined : input.checked;
     if (input.value.trim() === "") return undefined;
     if (schema.type === "string" || schema.enum) return input.value;
     try {
@@ -77,7 +102,13 @@ export class Form {
       if (input === globalThis.document.activeElement) continue;
       const value = valueAt(document, path);
       if (input instanceof HTMLInputElement && input.type === "checkbox") input.checked = value ?? schema.default ?? false;
-      else input.value = value === undefined || value === null ? (input instanceof HTMLSelectElement ? schema.default ?? "" : "") : text(value);
+      else
+        input.value =
+          value === undefined || value === null
+            ? input instanceof HTMLSelectElement
+              ? (schema.default ?? "")
+              : ""
+            : text(value);
     }
   }
 
@@ -96,7 +127,8 @@ export class Form {
       }
       fill(found.note, error.message);
       mark(found.input, "aria-invalid", "true");
-      for (let around = found.input.closest("details"); around; around = around.parentElement?.closest("details") ?? null) around.open = true;
+      for (let around = found.input.closest("details"); around; around = around.parentElement?.closest("details") ?? null)
+        around.open = true;
     }
     return rest;
   }
@@ -108,4 +140,9 @@ export class Form {
 }
 
 /** @param {any} value */
-const text = (value) => (typeof value === "string" ? value : typeof value === "object" ? toYaml({ value }).slice("value: ".length).trim() : String(value));
+const text = (value) =>
+  typeof value === "string"
+    ? value
+    : typeof value === "object"
+      ? toYaml({ value }).slice("value: ".length).trim()
+      : String(value);

@@ -5,7 +5,11 @@ import { address, ask } from "./api.js";
 /** @typedef {import("octet-types").Row} Job */
 
 const PAGE = 100;
-const GROUPS = /** @type {Record<string, string[]>} */ ({ "": [], live: ["starting", "running", "cancelling"], waiting: ["queued"] });
+const GROUPS = /** @type {Record<string, string[]>} */ ({
+  "": [],
+  live: ["starting", "running", "cancelling"],
+  waiting: ["queued"],
+});
 
 export class Jobs {
   total = 0;
@@ -22,7 +26,14 @@ export class Jobs {
   /** @param {URLSearchParams} query @param {AbortSignal} signal */
   constructor(query, signal) {
     this.signal = signal;
-    this.filters = { q: query.get("q") ?? "", state: query.get("state") ?? "", level: query.get("level") ?? "", pool: query.get("pool") ?? "", label: query.get("label") ?? "", sort: query.get("sort") ?? "" };
+    this.filters = {
+      q: query.get("q") ?? "",
+      state: query.get("state") ?? "",
+      level: query.get("level") ?? "",
+      pool: query.get("pool") ?? "",
+      label: query.get("label") ?? "",
+      sort: query.get("sort") ?? "",
+    };
   }
 
   get isFiltered() {
@@ -53,7 +64,9 @@ export class Jobs {
       const page = await ask(this.#address(offset), { signal: this.signal });
       if (version !== this.#version) return;
       this.total = page.total;
-      page.data.forEach((/** @type {Job} */ row, /** @type {number} */ place) => { this.rows[offset + place] = row; });
+      page.data.forEach((/** @type {Job} */ row, /** @type {number} */ place) => {
+        this.rows[offset + place] = row;
+      });
       this.error = null;
     } catch (error) {
       if (this.signal.aborted || version !== this.#version) return;
@@ -74,7 +87,9 @@ export class Jobs {
       if (kind !== "rows" || list !== this.list) continue;
       const known = new Map([...this.rows.slice(0, PAGE), ...changed].map((row) => [row?.id, row]));
       const order = ids ?? this.rows.slice(0, PAGE).map((row) => row?.id);
-      order.forEach((id, place) => { this.rows[place] = known.get(id); });
+      order.forEach((id, place) => {
+        this.rows[place] = known.get(id);
+      });
       this.total = total;
     }
     this.onNews();

@@ -35,7 +35,10 @@ export function differences(curve, base) {
 
 /** Find the jobs that are the baseline with another seed. @param {Compared[]} jobs @param {Compared} base */
 function seedsOf(jobs, base) {
-  return jobs.filter((each) => each === base || (each.job.spec.training.seed !== base.job.spec.training.seed && withoutSeed(each) === withoutSeed(base)));
+  return jobs.filter(
+    (each) =>
+      each === base || (each.job.spec.training.seed !== base.job.spec.training.seed && withoutSeed(each) === withoutSeed(base)),
+  );
 }
 
 /** @param {Compared} one */
@@ -44,7 +47,10 @@ function withoutSeed({ job }) {
   return JSON.stringify([others, { ...training, seed: 0 }]);
 }
 
-/** Compute how far the baseline's seeds lie apart; null for one seed. @param {Compared[]} jobs @param {Compared} base @returns {Band | null} */
+/**
+ * Compute how far the baseline's seeds lie apart; null for one seed.
+ * @param {Compared[]} jobs @param {Compared} base @returns {Band | null}
+ */
 export function spread(jobs, base) {
   const seeds = seedsOf(jobs, base);
   if (seeds.length < 2) return null;
@@ -54,7 +60,10 @@ export function spread(jobs, base) {
   return { x, y: x.map(() => 0), low: at.map((values) => Math.min(...values)), high: at.map((values) => Math.max(...values)) };
 }
 
-/** Say what a job costs and gains against the baseline. @param {Compared} one @param {Compared} base @param {Band | null} seeds */
+/**
+ * Say what a job costs and gains against the baseline.
+ * @param {Compared} one @param {Compared} base @param {Band | null} seeds
+ */
 export function judge(one, base, seeds) {
   const step = Math.min(one.curve.last, base.curve.last);
   if (!step) return `${one.job.name} has no step to compare yet.`;
@@ -63,14 +72,28 @@ export function judge(one, base, seeds) {
   const chance = seeds && end >= 0 ? Math.max(Math.abs(seeds.low[end]), Math.abs(seeds.high[end])) : null;
   const size = `${Math.abs(loss).toFixed(4)} (${percent(Math.abs(loss) / at.base, 1)})`;
   const sign = loss > 0 ? "above" : "below";
-  const inside = chance === null ? "" : Math.abs(loss) <= chance ? ", no more than its seeds differ" : loss > 0 ? ", more than its seeds differ" : "";
-  return `At step ${count(at.step)} the ${kind} loss of ${one.job.name} is ${size} ${sign} ${base.job.name}${inside}.${memoryWords(one, base)}${speedWords(one, base)}`;
+  const inside =
+    chance === null
+      ? ""
+      : Math.abs(loss) <= chance
+        ? ", no more than its seeds differ"
+        : loss > 0
+          ? ", more than its seeds differ"
+          : "";
+  const what = `the ${kind} loss of ${one.job.name} is ${size} ${sign} ${base.job.name}${inside}`;
+  return `At step ${count(at.step)} ${what}.${memoryWords(one, base)}${speedWords(one, base)}`;
 }
 
-/** Take the last evaluation that both have, or else the smoothed training loss. @param {Compared} one @param {Compared} base @param {number} step */
+/**
+ * Take the last evaluation that both have, or else the smoothed training loss.
+ * @param {Compared} one @param {Compared} base @param {number} step
+ */
 function difference(one, base, step) {
   const [own, other] = [one.curve.evaluations, base.curve.evaluations];
-  const shared = own.step.findLast((each, place) => each <= step && other.step.includes(each) && own.loss[place] !== null && other.loss[other.step.indexOf(each)] !== null);
+  const shared = own.step.findLast(
+    (each, place) =>
+      each <= step && other.step.includes(each) && own.loss[place] !== null && other.loss[other.step.indexOf(each)] !== null,
+  );
   if (shared !== undefined) {
     const [here, there] = [own.loss[own.step.indexOf(shared)] ?? 0, other.loss[other.step.indexOf(shared)] ?? 0];
     return { loss: here - there, kind: "evaluation", at: { step: shared, base: there } };
@@ -84,7 +107,9 @@ export const heldBy = ({ job, measured }) => measured?.memory?.held ?? job.summa
 
 /** @param {Compared} one @param {Compared} base */
 function memoryWords(one, base) {
-  const [own, other] = [heldBy(one), heldBy(base)].map((held) => held && Object.values(held).reduce((sum, each) => sum + each, 0));
+  const [own, other] = [heldBy(one), heldBy(base)].map(
+    (held) => held && Object.values(held).reduce((sum, each) => sum + each, 0),
+  );
   if (!own || !other) return "";
   return ` It holds ${bytes(own)}, ${percent(own / other)} of ${bytes(other)}.`;
 }

@@ -3,7 +3,13 @@
 import { h, svg } from "./dom.js";
 
 const HUES = { fp32: "fp32", "fp16-amp": "16bit", "bf16-amp": "16bit", te: "engine", ao: "engine" };
-const DASHES = /** @type {Record<string, number[]>} */ ({ "fp16-amp": [2, 3], ao: [6, 3], "O3-split": [6, 3], "O2-8bit": [6, 3], "O3-split-8bit": [2, 3] });
+const DASHES = /** @type {Record<string, number[]>} */ ({
+  "fp16-amp": [2, 3],
+  ao: [6, 3],
+  "O3-split": [6, 3],
+  "O2-8bit": [6, 3],
+  "O3-split-8bit": [2, 3],
+});
 
 /** Return the custom property of a level's colour. @param {string} level */
 export function hue(level) {
@@ -16,7 +22,14 @@ export const dash = (level) => DASHES[level] ?? [];
 
 /** Build a level's name behind a piece of its line. @param {string} level */
 export function badge(level) {
-  const line = svg("line", { x1: 0, y1: 5, x2: 18, y2: 5, "stroke-width": 3, "stroke-dasharray": dash(level).join(" ") || null });
+  const line = svg("line", {
+    x1: 0,
+    y1: 5,
+    x2: 18,
+    y2: 5,
+    "stroke-width": 3,
+    "stroke-dasharray": dash(level).join(" ") || null,
+  });
   line.style.stroke = `var(${hue(level)})`;
   return h("span", { class: "level" }, svg("svg", { width: 18, height: 10, "aria-hidden": "true" }, line), level);
 }
@@ -37,7 +50,12 @@ export const word = (state) => STATES[state]?.[1] ?? state;
 
 /** Build a state's mark and word. @param {string} state */
 export function stateBadge(state) {
-  return h("span", { class: "state", data: { state } }, h("span", { class: "sign", "aria-hidden": "true" }, STATES[state]?.[0] ?? "·"), word(state));
+  return h(
+    "span",
+    { class: "state", data: { state } },
+    h("span", { class: "sign", "aria-hidden": "true" }, STATES[state]?.[0] ?? "·"),
+    word(state),
+  );
 }
 
 /** @param {string} state */

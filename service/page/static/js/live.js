@@ -4,7 +4,10 @@ import { key } from "./api.js";
 import { age } from "./format.js";
 
 /** `points`, `event` and `log_line` have a list as `data`, `row` one row, and `rows` a list of jobs. */
-/** @typedef {{kind: string, job: string, data: any, list: string, total: number, ids: string[] | null, changed: import("octet-types").Row[]}} Message */
+/**
+ * @typedef {{kind: string, job: string, data: any, list: string, total: number, ids: string[] | null,
+ *   changed: import("octet-types").Row[]}} Message
+ */
 /** @typedef {Partial<Pick<import("./stream.js").Client, "list" | "jobs" | "cursors">>} Wish */
 
 const BEAT_MS = 20_000;
@@ -27,7 +30,10 @@ export function onStatus(listener) {
 
 const repeat = () => tell({ state: status.state, since: `${age(new Date(status.at).toISOString())} ago` });
 
-/** Follow the changes that a view wishes for, until it is left. @param {Wish} wish @param {(messages: Message[]) => void} onMessages @param {AbortSignal} signal */
+/**
+ * Follow the changes that a view wishes for, until it is left.
+ * @param {Wish} wish @param {(messages: Message[]) => void} onMessages @param {AbortSignal} signal
+ */
 export async function watch(wish, onMessages, signal) {
   line ??= open();
   const { post } = await line;
@@ -53,7 +59,9 @@ function receive(messages) {
 /** @returns {Promise<{post: (message: any) => void}>} */
 async function open() {
   const opened = "SharedWorker" in globalThis ? shared() : await direct();
-  setInterval(() => { if (hand) opened.post({ alive: true }); }, BEAT_MS);
+  setInterval(() => {
+    if (hand) opened.post({ alive: true });
+  }, BEAT_MS);
   addEventListener("pagehide", () => opened.post({ bye: true }));
   return opened;
 }

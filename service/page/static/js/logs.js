@@ -22,13 +22,30 @@ export class Logs {
   constructor(shown, query) {
     this.shown = shown;
     this.rank = query.get("rank") ?? "";
-    this.choice = h("select", { "aria-label": "Rank", hidden: true, onchange: () => {
-      this.rank = this.choice.value;
-      remember({ rank: this.rank });
-      this.#isNew = true;
-      this.draw();
-    } });
-    this.earlier = h("button", { type: "button", class: "plain", hidden: true, onclick: () => { this.#limit += SHOWN; this.#isNew = true; this.draw(); } }, "Show earlier lines");
+    this.choice = h("select", {
+      "aria-label": "Rank",
+      hidden: true,
+      onchange: () => {
+        this.rank = this.choice.value;
+        remember({ rank: this.rank });
+        this.#isNew = true;
+        this.draw();
+      },
+    });
+    this.earlier = h(
+      "button",
+      {
+        type: "button",
+        class: "plain",
+        hidden: true,
+        onclick: () => {
+          this.#limit += SHOWN;
+          this.#isNew = true;
+          this.draw();
+        },
+      },
+      "Show earlier lines",
+    );
     this.box = h("div", { class: "log", tabindex: 0, role: "log", "aria-label": "Log", "aria-live": "off" });
     this.note = h("div");
     this.element = panel("Log", h("div", { class: "controls" }, this.choice), this.note, this.earlier, this.box);
@@ -73,7 +90,11 @@ export class Logs {
     if (ranks.length !== this.#ranks) {
       this.#ranks = ranks.length;
       this.choice.hidden = ranks.length < 2 && !this.rank;
-      fill(this.choice, h("option", { value: "" }, "all ranks"), ranks.map((rank) => h("option", { value: rank, selected: String(rank) === this.rank }, `rank ${rank}`)));
+      fill(
+        this.choice,
+        h("option", { value: "" }, "all ranks"),
+        ranks.map((rank) => h("option", { value: rank, selected: String(rank) === this.rank }, `rank ${rank}`)),
+      );
     }
     const wanted = this.rank === "" ? this.lines : this.lines.filter(({ rank }) => String(rank) === this.rank);
     const shown = wanted.slice(-this.#limit);
@@ -83,7 +104,8 @@ export class Logs {
     if (!wanted.length) return fill(box, h("p", { class: "muted" }, "No line yet."));
     // Lines are kept while they stay: only new ones are added, and old ones go at the top.
     const first = shown[0].seq;
-    while (box.firstElementChild && Number(/** @type {HTMLElement} */ (box.firstElementChild).dataset.seq ?? -1) !== first) box.firstElementChild.remove();
+    while (box.firstElementChild && Number(/** @type {HTMLElement} */ (box.firstElementChild).dataset.seq ?? -1) !== first)
+      box.firstElementChild.remove();
     const last = Number(/** @type {HTMLElement | null} */ (box.lastElementChild)?.dataset.seq ?? -1);
     box.append(...shown.filter(({ seq }) => seq > last).map((line) => lineOf(line, ranks.length > 1)));
     if (isAtEnd) box.scrollTop = box.scrollHeight;
@@ -92,7 +114,12 @@ export class Logs {
 
 /** @param {LogLine} line @param {boolean} namesRank */
 function lineOf({ seq, at, rank, level, message }, namesRank) {
-  return h("div", { class: `line ${level.toLowerCase()}`, data: { seq } }, h("time", { datetime: at }, clock(at)), namesRank && h("span", { class: "rank" }, `rank ${rank}`),
-    level === "INFO" ? null : h("b", {}, level.toLowerCase()), h("span", {}, message));
+  return h(
+    "div",
+    { class: `line ${level.toLowerCase()}`, data: { seq } },
+    h("time", { datetime: at }, clock(at)),
+    namesRank && h("span", { class: "rank" }, `rank ${rank}`),
+    level === "INFO" ? null : h("b", {}, level.toLowerCase()),
+    h("span", {}, message),
+  );
 }
-

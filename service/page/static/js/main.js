@@ -2,7 +2,10 @@
 
 import { fill, h, mark, problem } from "./dom.js";
 
-/** @typedef {{root: HTMLElement, id: string, query: URLSearchParams, signal: AbortSignal, keys: Record<string, () => void>}} Place */
+/**
+ * @typedef {{root: HTMLElement, id: string, query: URLSearchParams, signal: AbortSignal,
+ *   keys: Record<string, () => void>}} Place
+ */
 
 /** @type {[RegExp, string, string][]} */
 const VIEWS = [
@@ -49,7 +52,8 @@ export async function show() {
   scrollTo(0, scroll);
 }
 
-const outdated = () => Object.assign(new Error("The server has another version of this page now. Reload it."), { title: "Reload the page" });
+const outdated = () =>
+  Object.assign(new Error("The server has another version of this page now. Reload it."), { title: "Reload the page" });
 
 /** Go to another address. @param {string} address */
 export function go(address) {
@@ -75,9 +79,11 @@ const keepScroll = () => history.replaceState({ ...history.state, scroll: scroll
 /** @param {MouseEvent} event */
 function followLink(event) {
   const link = /** @type {Element} */ (event.target).closest("a");
-  if (!link || event.defaultPrevented || event.button || event.metaKey || event.ctrlKey || event.shiftKey || event.altKey) return;
+  if (!link || event.defaultPrevented || event.button || event.metaKey || event.ctrlKey || event.shiftKey || event.altKey)
+    return;
   const path = link.getAttribute("href") ?? "";
-  if (link.target || link.hasAttribute("download") || !VIEWS.some(([each]) => path[0] === "/" && each.test(path.split("?")[0]))) return;
+  if (link.target || link.hasAttribute("download") || !VIEWS.some(([each]) => path[0] === "/" && each.test(path.split("?")[0])))
+    return;
   event.preventDefault();
   go(path);
 }
@@ -86,6 +92,8 @@ history.scrollRestoration = "manual";
 addEventListener("popstate", show);
 addEventListener("click", followLink);
 addEventListener("scrollend", keepScroll);
-addEventListener("pageshow", (event) => { if (event.persisted) show(); });
+addEventListener("pageshow", (event) => {
+  if (event.persisted) show();
+});
 addEventListener("octet-key-needed", async () => (await import("./shell.js")).askForKey());
 show().then(() => import("./shell.js"));

@@ -9,10 +9,19 @@ import { address, ask } from "./api.js";
 export function send(path, body, { once, signal } = {}) {
   /** @type {Record<string, string>} */
   const extra = once ? { "Idempotency-Key": once } : {};
-  return ask(path, { method: "POST", body: JSON.stringify(body), signal, headers: { "Content-Type": "application/json", ...extra } });
+  return ask(path, {
+    method: "POST",
+    body: JSON.stringify(body),
+    signal,
+    headers: { "Content-Type": "application/json", ...extra },
+  });
 }
 
-/** Read all pages of a list. @param {string} path @param {AbortSignal} signal @param {string | number} [begin] the last id of what is known @returns {Promise<any[]>} */
+/**
+ * Read all pages of a list.
+ * @param {string} path @param {AbortSignal} signal @param {string | number} [begin] the last id of what is known
+ * @returns {Promise<any[]>}
+ */
 export async function all(path, signal, begin = "") {
   const items = [];
   for (let after = begin; ;) {

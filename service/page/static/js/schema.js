@@ -10,7 +10,9 @@ let known = null;
 /** Read the schemas of the API, once. @returns {Promise<Record<string, Schema>>} */
 export function schemas() {
   known ??= ask("/openapi.json").then((document) => document.components.schemas);
-  known.catch(() => { known = null; });
+  known.catch(() => {
+    known = null;
+  });
   return known;
 }
 
@@ -28,12 +30,19 @@ export class JobSchema {
     return others?.length === 1 ? this.plain({ ...others[0], ...without(schema, "anyOf"), isNullable: true }) : schema;
   }
 
-  /** Choose the shape of a part that may have several: the one that its own field names. @param {Schema} schema @param {any} value @returns {Schema} */
+  /**
+   * Choose the shape of a part that may have several: the one that its own field names.
+   * @param {Schema} schema @param {any} value @returns {Schema}
+   */
   shape(schema, value) {
     const flat = this.plain(schema);
-    const members = /** @type {Schema[]} */ (flat.oneOf ?? flat.anyOf ?? []).map((each) => this.plain(each)).filter((each) => each.properties);
+    const members = /** @type {Schema[]} */ (flat.oneOf ?? flat.anyOf ?? [])
+      .map((each) => this.plain(each))
+      .filter((each) => each.properties);
     if (!members.length) return flat;
-    const named = members.find(({ properties }) => Object.entries(properties).some(([name, { const: fixed }]) => fixed !== undefined && value?.[name] === fixed));
+    const named = members.find(({ properties }) =>
+      Object.entries(properties).some(([name, { const: fixed }]) => fixed !== undefined && value?.[name] === fixed),
+    );
     return { ...(named ?? members[0]), description: flat.description };
   }
 
@@ -45,8 +54,11 @@ export class JobSchema {
       const field = shape.properties[name];
       if (!field) return [name, each];
       const part = this.prune(each, field);
-      const isDefault = same(each, field.default) || (each === null && this.plain(field).isNullable) || (isEmpty(part) && !isEmpty(each));
-      return isDefault || (isEmpty(each) && field.default === undefined && !(shape.required ?? []).includes(name)) ? null : [name, part];
+      const isDefault =
+        same(each, field.default) || (each === null && this.plain(field).isNullable) || (isEmpty(part) && !isEmpty(each));
+      return isDefault || (isEmpty(each) && field.default === undefined && !(shape.required ?? []).includes(name))
+        ? null
+        : [name, part];
     });
     return Object.fromEntries(/** @type {[string, any][]} */ (kept.filter((pair) => pair !== null)));
   }
@@ -67,7 +79,10 @@ const isEmpty = (value) => value !== null && typeof value === "object" && !Objec
 /** Read a value of a document. @param {any} document @param {string} path @returns {any} */
 export const valueAt = (document, path) => path.split(".").reduce((value, name) => value?.[name], document);
 
-/** Write a value into a copy of a document; undefined takes it out, and parts that are empty then. @param {any} document @param {string} path @param {any} value @returns {any} */
+/**
+ * Write a value into a copy of a document; undefined takes it out, and parts that are empty then.
+ * @param {any} document @param {string} path @param {any} value @returns {any}
+ */
 export function withValue(document, path, value) {
   const [name, ...rest] = path.split(".");
   const copy = document && typeof document === "object" ? { ...document } : {};

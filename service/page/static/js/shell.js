@@ -8,9 +8,19 @@ import { go, keys, leaving, main, show } from "./main.js";
 const THEMES = ["", "light", "dark"];
 const PAGES = /** @type {Record<string, string>} */ ({ j: "/", c: "/compare", s: "/submit", l: "/cluster" });
 const SHORTCUTS = [
-  ["/", "search"], ["j  k", "next, previous job"], ["Enter", "open it"], ["x", "choose it for a comparison"], ["c", "compare the chosen ones"],
-  ["g j", "Jobs"], ["g c", "Compare"], ["g s", "Submit"], ["g l", "Cluster"],
-  ["←  →", "on a chart: move the cursor"], ["+  −", "on a chart: zoom"], ["Esc", "on a chart: the whole curve again"], ["?", "this list"],
+  ["/", "search"],
+  ["j  k", "next, previous job"],
+  ["Enter", "open it"],
+  ["x", "choose it for a comparison"],
+  ["c", "compare the chosen ones"],
+  ["g j", "Jobs"],
+  ["g c", "Compare"],
+  ["g s", "Submit"],
+  ["g l", "Cluster"],
+  ["←  →", "on a chart: move the cursor"],
+  ["+  −", "on a chart: zoom"],
+  ["Esc", "on a chart: the whole curve again"],
+  ["?", "this list"],
 ];
 
 let began = "";
@@ -34,9 +44,21 @@ function pressed(event) {
 }
 
 function openHelp() {
-  const rows = SHORTCUTS.map(([press, does]) => [h("dt", {}, press.split("  ").map((each) => h("kbd", {}, each))), h("dd", {}, does)]);
-  const dialog = h("dialog", { "aria-label": "Keys", onclose: () => dialog.remove() }, h("h2", {}, "Keys"), h("dl", { class: "keys" }, rows.flat()),
-    h("form", { method: "dialog" }, h("button", { class: "plain" }, "Close")));
+  const rows = SHORTCUTS.map(([press, does]) => [
+    h(
+      "dt",
+      {},
+      press.split("  ").map((each) => h("kbd", {}, each)),
+    ),
+    h("dd", {}, does),
+  ]);
+  const dialog = h(
+    "dialog",
+    { "aria-label": "Keys", onclose: () => dialog.remove() },
+    h("h2", {}, "Keys"),
+    h("dl", { class: "keys" }, rows.flat()),
+    h("form", { method: "dialog" }, h("button", { class: "plain" }, "Close")),
+  );
   document.body.append(dialog);
   dialog.showModal();
 }
@@ -50,9 +72,16 @@ function keyForm() {
     setKey(field.value.trim());
     show();
   };
-  return h("form", { class: "panel key", onsubmit: enter }, h("h1", {}, "This server asks for an API key"), wrong,
+  return h(
+    "form",
+    { class: "panel key", onsubmit: enter },
+    h("h1", {}, "This server asks for an API key"),
+    wrong,
     h("p", {}, "Its operator gives keys out. It stays in this tab until you close it."),
-    h("label", { for: "key" }, "API key"), field, h("button", { class: "main" }, "Enter"));
+    h("label", { for: "key" }, "API key"),
+    field,
+    h("button", { class: "main" }, "Enter"),
+  );
 }
 
 /** Put the form for the API key in place of the view. */

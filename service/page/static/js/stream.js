@@ -5,7 +5,7 @@
  * @property {string} key
  * @property {string | null} list the query of a list of jobs
  * @property {string[]} jobs ids of jobs whose rows are followed
- * @property {string[]} cursors places in curves, events and logs: `points.JOB.EPOCH.STEP.EVALUATED`, `event.JOB.SEQ`, `log_line.JOB.SEQ`
+ * @property {string[]} cursors places in sources: `points.JOB.EPOCH.STEP.EVALUATED`, `event.JOB.SEQ`, `log_line.JOB.SEQ`
  * @property {(messages: any[]) => void} post
  */
 
@@ -64,7 +64,12 @@ class Line {
       this.#places.set(source, place);
     }
     const list = client.list === null ? undefined : this.#lists.get(client.list);
-    client.post([this.#state, ...(list ? [{ kind: "rows", list: client.list, total: list.total, ids: list.ids, changed: [...list.rows.values()] }] : [])]);
+    client.post([
+      this.#state,
+      ...(list
+        ? [{ kind: "rows", list: client.list, total: list.total, ids: list.ids, changed: [...list.rows.values()] }]
+        : []),
+    ]);
     this.#change();
   }
 
@@ -87,24 +92,39 @@ class Line {
     }, 30);
   }
 
-  /** Divide what the clients want into streams; one has room for sixteen jobs. @returns {{lists: string[], sources: string[]}[]} */
+  /**
+   * Divide what the clients want into streams; one has room for sixteen jobs.
+   * @returns {{lists: string[], sources: string[]}[]}
+   */
   #wishes() {
     const clients = [...this.clients];
     const sources = [...new Set(clients.flatMap(({ cursors }) => cursors.map((cursor) => parted(cursor)[0])))].sort();
     for (const source of this.#places.keys()) if (!sources.includes(source)) this.#places.delete(source);
     const jobs = [...new Set(clients.flatMap((client) => client.jobs))].sort();
     const lists = [...new Set(clients.flatMap(({ list }) => list ?? []))].sort();
-    for (let from = 0; from < jobs.length; from += 100) lists.push(`${jobs.slice(from, from + 100).map((id) => `id=${id}`).join("&")}&limit=100`);
+    for (let from = 0; from < jobs.length; from += 100)
+      lists.push(
+        `${jobs
+          .slice(from, from + 100)
+          .map((id) => `id=${id}`)
+          .join("&")}&limit=100`,
+      );
     for (const list of this.#lists.keys()) if (!lists.includes(list)) this.#lists.delete(list);
     const followed = [...new Set(sources.map((source) => source.split(".")[1]))];
     const num = Math.max(Math.ceil(lists.length / MOST_LISTS), Math.ceil(followed.length / MOST_JOBS));
     return Array.from({ length: num }, (_, place) => {
       const some = followed.slice(place * MOST_JOBS, (place + 1) * MOST_JOBS);
-      return { lists: lists.slice(place * MOST_LISTS, (place + 1) * MOST_LISTS), sources: sources.filter((source) => some.includes(source.split(".")[1])) };
+      return {
+        lists: lists.slice(place * MOST_LISTS, (place + 1) * MOST_LISTS),
+        sources: sources.filter((source) => some.includes(source.split(".")[1])),
+      };
     });
   }
 
-  /** Read a stream, and open it again from the last places when it breaks. @param {{lists: string[], sources: string[]}} wish @param {AbortSignal} signal */
+  /**
+   * Read a stream, and open it again from the last places when it breaks.
+   * @param {{lists: string[], sources: string[]}} wish @param {AbortSignal} signal
+   */
   async #follow(wish, signal) {
     let wait = FIRST_WAIT_MS;
     while (!signal.aborted) {
@@ -127,11 +147,16 @@ class Line {
   async *#read({ lists, sources }, signal) {
     const query = new URLSearchParams(lists.map((list) => ["rows", list]));
     for (const source of sources) query.append(PARAMETERS[source.split(".")[0]], source.split(".")[1]);
-    if (sources.length) query.set("after", sources.map((source) => [source, ...(this.#places.get(source) ?? [])].join(".")).join(","));
+    if (sources.length)
+      query.set("after", sources.map((source) => [source, ...(this.#places.get(source) ?? [])].join(".")).join(","));
     const silent = new AbortController();
     let timer = setTimeout(() => silent.abort(), SILENT_MS);
     const headers = { Accept: "text/event-stream", ...(this.key ? { Authorization: `Bearer ${this.key}` } : {}) };
-    const answer = await fetch(`/v1/stream?${query}`, { headers, cache: "no-store", signal: AbortSignal.any([signal, silent.signal]) });
+    const answer = await fetch(`/v1/stream?${query}`, {
+      headers,
+      cache: "no-store",
+      signal: AbortSignal.any([signal, silent.signal]),
+    });
     if (!answer.ok || !answer.body) throw new Error(`status ${answer.status}`);
     this.#become("live");
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -146,7 +171,10 @@ class Line {
     }
   }
 
-  /** Keep the places and the lists, and hand each client what it follows. @param {NonNullable<ReturnType<typeof parse>>[]} messages */
+  /**
+   * Keep the places and the lists, and hand each client what it follows.
+   * @param {NonNullable<ReturnType<typeof parse>>[]} messages
+   */
   #hand(messages) {
     for (const { kind, id, ...message } of messages) {
       for (const cursor of id ? id.split(",") : []) {
@@ -160,7 +188,9 @@ class Line {
       const own = messages.flatMap((message) => {
         if (message.kind !== "rows") return sources.has(`${message.kind}.${message.job}`) ? [message] : [];
         if (message.list === client.list) return [message];
-        return message.changed.filter((/** @type {{id: string}} */ row) => client.jobs.includes(row.id)).map((/** @type {{id: string}} */ row) => ({ kind: "row", job: row.id, data: row }));
+        return message.changed
+          .filter((/** @type {{id: string}} */ row) => client.jobs.includes(row.id))
+          .map((/** @type {{id: string}} */ row) => ({ kind: "row", job: row.id, data: row }));
       });
       if (own.length) client.post(own);
     }

@@ -11,12 +11,20 @@ import { all } from "./requests.js";
 /** @typedef {import("octet-types").Attempt} Attempt */
 
 const PHASES = /** @type {[string, string][]} */ ([
-  ["placed_at", "queue"], ["process_up_at", "process"], ["torch_imported_at", "torch"], ["model_built_at", "model and data"], ["first_step_at", "first step"], ["warmed_up_at", "compilation"],
+  ["placed_at", "queue"],
+  ["process_up_at", "process"],
+  ["torch_imported_at", "torch"],
+  ["model_built_at", "model and data"],
+  ["first_step_at", "first step"],
+  ["warmed_up_at", "compilation"],
 ]);
 const FEW = 10;
 
 /** Write a fact of an event. @param {[string, unknown]} pair */
-const fact = ([name, value]) => (/bytes$/.test(name) ? bytes(Number(value)) : `${name.replaceAll("_", " ")} ${typeof value === "number" ? short(value) : value}`);
+const fact = ([name, value]) =>
+  /bytes$/.test(name)
+    ? bytes(Number(value))
+    : `${name.replaceAll("_", " ")} ${typeof value === "number" ? short(value) : value}`;
 
 export class Timeline {
   /** @type {Event[]} */
@@ -39,7 +47,10 @@ export class Timeline {
   async #read() {
     const { id, signal } = this.shown;
     try {
-      const [events, attempts] = await Promise.all([all(`/v1/jobs/${id}/events`, signal), ask(`/v1/jobs/${id}/attempts?limit=1000`, { signal })]);
+      const [events, attempts] = await Promise.all([
+        all(`/v1/jobs/${id}/events`, signal),
+        ask(`/v1/jobs/${id}/attempts?limit=1000`, { signal }),
+      ]);
       for (const event of events) this.#take(event);
       this.attempts = attempts.data;
       this.draw();
@@ -67,8 +78,30 @@ export class Timeline {
     this.#drawn = words;
     const newest = [...this.events].reverse();
     const shown = this.#isWhole ? newest : newest.slice(0, FEW);
-    const more = newest.length > shown.length ? h("button", { type: "button", class: "plain", onclick: () => { this.#isWhole = true; this.draw(); } }, `Show all ${newest.length} events`) : null;
-    fill(this.list, h("ol", { class: "events", reversed: true }, shown.map((event) => this.#line(event))), more);
+    const more =
+      newest.length > shown.length
+        ? h(
+            "button",
+            {
+              type: "button",
+              class: "plain",
+              onclick: () => {
+                this.#isWhole = true;
+                this.draw();
+              },
+            },
+            `Show all ${newest.length} events`,
+          )
+        : null;
+    fill(
+      this.list,
+      h(
+        "ol",
+        { class: "events", reversed: true },
+        shown.map((event) => this.#line(event)),
+      ),
+      more,
+    );
   }
 
   /** @param {Event} event */
@@ -76,8 +109,14 @@ export class Timeline {
     const attempt = this.attempts.find(({ id }) => id === attempt_id);
     const facts = Object.entries(data).map(fact).join(" · ");
     const bad = /fail|lost|expired|demoted|skipped/.test(type);
-    return h("li", { class: bad ? "poor" : null }, h("time", { datetime: at }, clock(at)), h("code", {}, type), h("span", {}, message, facts && h("small", {}, facts)),
-      h("small", {}, attempt ? `attempt ${attempt.epoch}` : ""));
+    return h(
+      "li",
+      { class: bad ? "poor" : null },
+      h("time", { datetime: at }, clock(at)),
+      h("code", {}, type),
+      h("span", {}, message, facts && h("small", {}, facts)),
+      h("small", {}, attempt ? `attempt ${attempt.epoch}` : ""),
+    );
   }
 
   /** Draw how long each phase of the present attempt's start took. */
@@ -98,10 +137,16 @@ export class Timeline {
     if (isStarting && phase) took.push([phase, (Date.now() - Date.parse(before)) / 1000]);
     const whole = took.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
     if (this.start.childElementCount !== took.length + 1) {
-      fill(this.start, h("p", { class: "muted" }), took.map(([name], place) => h("span", { class: `phase phase-${place}` }, h("i"), h("small", {}, `${name} `, h("b")))));
+      fill(
+        this.start,
+        h("p", { class: "muted" }),
+        took.map(([name], place) => h("span", { class: `phase phase-${place}` }, h("i"), h("small", {}, `${name} `, h("b")))),
+      );
     }
     const attempts = num_attempts > 1 ? ` of attempt ${count(num_attempts)}` : "";
-    const ends = isStarting ? `The start${attempts} has taken ${duration(whole)}; now: ${phase}` : `The start${attempts} took ${duration(whole)} from the submission to the first step`;
+    const ends = isStarting
+      ? `The start${attempts} has taken ${duration(whole)}; now: ${phase}`
+      : `The start${attempts} took ${duration(whole)} from the submission to the first step`;
     say(this.start.children[0], ends);
     took.forEach(([, seconds], place) => {
       const element = /** @type {HTMLElement} */ (this.start.children[place + 1]);

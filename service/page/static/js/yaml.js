@@ -1,4 +1,7 @@
-/** Job files as YAML: block and flow mappings and lists, quoted and plain scalars. Plain ones follow JSON's rules, as in `octet submit`. */
+/**
+ * Job files as YAML: block and flow mappings and lists, quoted and plain scalars. Plain ones follow JSON's rules, as in
+ * `octet submit`.
+ */
 
 const PLAIN = /^[A-Za-z0-9_./~][A-Za-z0-9_./@+~-]*( [A-Za-z0-9_./@+~-]+)*$/;
 const NUMBER = /^-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?$/;
@@ -16,7 +19,8 @@ function block(value, indent) {
   if (Array.isArray(value)) return value.flatMap((each) => [`${indent}- ${flow(each)}`]);
   return Object.entries(value).flatMap(([name, each]) => {
     const short = flow(each);
-    if (!isNested(each) || (indent.length + name.length + short.length + 2 <= WIDTH && depth(each) === 1)) return [`${indent}${scalar(name)}: ${short}`];
+    if (!isNested(each) || (indent.length + name.length + short.length + 2 <= WIDTH && depth(each) === 1))
+      return [`${indent}${scalar(name)}: ${short}`];
     return [`${indent}${scalar(name)}:`, ...block(each, indent + INDENT)];
   });
 }
@@ -31,7 +35,9 @@ const depth = (value) => (isNested(value) ? 1 + Math.max(...Object.values(value)
 function flow(value) {
   if (Array.isArray(value)) return `[${value.map(flow).join(", ")}]`;
   if (value === null || typeof value !== "object") return scalar(value);
-  return `{${Object.entries(value).map(([name, each]) => `${scalar(name)}: ${flow(each)}`).join(", ")}}`;
+  return `{${Object.entries(value)
+    .map(([name, each]) => `${scalar(name)}: ${flow(each)}`)
+    .join(", ")}}`;
 }
 
 /** @param {any} value */
@@ -58,7 +64,10 @@ export class YamlError extends Error {
 
 /** Read a document. Raises YamlError. @param {string} text */
 export function fromYaml(text) {
-  const lines = text.split(/\r?\n/).map((raw, place) => ({ text: raw, number: place + 1 })).filter(({ text: raw }) => !/^\s*(#.*)?$|^---\s*$/.test(raw));
+  const lines = text
+    .split(/\r?\n/)
+    .map((raw, place) => ({ text: raw, number: place + 1 }))
+    .filter(({ text: raw }) => !/^\s*(#.*)?$|^---\s*$/.test(raw));
   const reader = new Reader(lines);
   if (!lines.length) return null;
   const value = /^\s*[[{]/.test(lines[0].text) ? reader.flowDocument() : reader.block(indentOf(lines[0]));
@@ -107,7 +116,8 @@ class Reader {
   /** @param {Line} line @param {number} indent */
   #item(line, indent) {
     const [, dash, rest] = /^(\s*-\s*)(.*)$/.exec(line.text) ?? [];
-    if (dash === undefined || !/^\s*-(\s|$)/.test(line.text)) throw new YamlError(line.number, "a list goes on here, so the line needs a dash");
+    if (dash === undefined || !/^\s*-(\s|$)/.test(line.text))
+      throw new YamlError(line.number, "a list goes on here, so the line needs a dash");
     if (!rest || rest.startsWith("#")) return this.#below(indent);
     if (/^("[^"]*"|'[^']*'|[^\s"'[{][^:]*):(\s|$)/.test(rest)) {
       line.text = " ".repeat(dash.length) + rest;
@@ -143,7 +153,8 @@ class Reader {
 
   /** @param {string} text @param {Line} line */
   #value(text, line) {
-    if (/^[&*!|>%@`]/.test(text)) throw new YamlError(line.number, `${text[0]} has a meaning in YAML that job files do not use; quote the value`);
+    if (/^[&*!|>%@`]/.test(text))
+      throw new YamlError(line.number, `${text[0]} has a meaning in YAML that job files do not use; quote the value`);
     const isPlain = !/^["'[{]/.test(text);
     if (isPlain) {
       const value = text.replace(/\s+#.*$/, "").trim();
@@ -155,7 +166,10 @@ class Reader {
     return value;
   }
 
-  /** Read a value in braces, brackets or quotes, which may go on in the next lines. @param {string} text @returns {[any, string]} */
+  /**
+   * Read a value in braces, brackets or quotes, which may go on in the next lines.
+   * @param {string} text @returns {[any, string]}
+   */
   #flow(text) {
     text = this.#more(text);
     const number = this.lines[this.place].number;
@@ -181,7 +195,8 @@ class Reader {
         rest = this.#more(rest);
       }
       if (rest.startsWith(",")) rest = this.#more(rest.slice(1));
-      else if (!rest.startsWith(end)) throw new YamlError(this.lines[this.place].number, `expected , or ${end}, got ${rest || "the end"}`);
+      else if (!rest.startsWith(end))
+        throw new YamlError(this.lines[this.place].number, `expected , or ${end}, got ${rest || "the end"}`);
     }
   }
 

@@ -2,7 +2,8 @@
 
 /**
  * Find the points of a line through x and y in a range of x. No value between that would be seen is left out.
- * @param {ArrayLike<number>} x rising @param {ArrayLike<number | null>} y @param {number} from @param {number} to @param {number} columns
+ * @param {ArrayLike<number>} x rising @param {ArrayLike<number | null>} y
+ * @param {number} from @param {number} to @param {number} columns
  * @returns {[number, number | null][]} a null breaks the line
  */
 export function decimate(x, y, from, to, columns) {
@@ -29,7 +30,8 @@ export function decimate(x, y, from, to, columns) {
       }
       last = place;
     }
-    for (const each of new Set([first, Math.min(least, most), Math.max(least, most), last])) if (y[each] !== null) line.push([x[each], y[each]]);
+    for (const each of new Set([first, Math.min(least, most), Math.max(least, most), last]))
+      if (y[each] !== null) line.push([x[each], y[each]]);
     if (hasGap) line.push([x[last], null]);
   }
   return line;

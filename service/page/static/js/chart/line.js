@@ -36,12 +36,18 @@ export class LineChart {
   empty = "after the first step";
 
   /**
-   * @param {{label: string, xLabel: string, signal: AbortSignal, format?: (value: number | null) => string, formatX?: (value: number) => string,
+   * @param {{label: string, xLabel: string, signal: AbortSignal, format?: (value: number | null) => string,
+   *   formatX?: (value: number) => string,
    *   onZoom?: (range: Range) => void, fromZero?: boolean, always?: number, height?: number}} options
    */
   constructor(options) {
     this.options = { format: short, formatX: short, onZoom: () => {}, fromZero: false, height: 260, ...options };
-    this.canvas = h("canvas", { tabindex: 0, role: "img", "aria-label": `${options.label}: ${this.empty}`, "data-chart": options.label });
+    this.canvas = h("canvas", {
+      tabindex: 0,
+      role: "img",
+      "aria-label": `${options.label}: ${this.empty}`,
+      "data-chart": options.label,
+    });
     this.canvas.style.height = `${this.options.height}px`;
     this.legend = h("div", { class: "legend" });
     this.element = h("figure", { class: "chart" }, this.legend, this.canvas);
@@ -51,7 +57,9 @@ export class LineChart {
     const on = (/** @type {string} */ name, /** @type {(event: any) => void} */ run) => this.canvas.addEventListener(name, run);
     on("pointermove", (event) => this.#point(event));
     on("pointerleave", () => this.#put(null));
-    on("pointerdown", (event) => { if (event.pointerType !== "touch") this.dragFrom = this.#at(event); });
+    on("pointerdown", (event) => {
+      if (event.pointerType !== "touch") this.dragFrom = this.#at(event);
+    });
     on("pointerup", (event) => this.#release(event));
     on("dblclick", () => this.zoom(null));
     on("keydown", (event) => this.#press(event));
@@ -74,7 +82,10 @@ export class LineChart {
   draw() {
     if (this.isDrawn) return;
     this.isDrawn = true;
-    requestAnimationFrame(() => { this.isDrawn = false; this.#draw(); });
+    requestAnimationFrame(() => {
+      this.isDrawn = false;
+      this.#draw();
+    });
   }
 
   #draw() {
@@ -86,7 +97,14 @@ export class LineChart {
     const drawn = series.map((each) => ({ ...each, line: decimate(each.x, each.y, from, to, width) }));
     const [least, most] = this.#heights(drawn, from, to, width);
     this.y = scale(least, most, height - MARGIN.bottom, MARGIN.top, { isLog: this.isLog, num: height / 45 });
-    paint(this.canvas, drawn, { x: this.x, y: this.y, cursor: this.cursor, dragFrom: this.dragFrom, margin: MARGIN, ...this.options });
+    paint(this.canvas, drawn, {
+      x: this.x,
+      y: this.y,
+      cursor: this.cursor,
+      dragFrom: this.dragFrom,
+      margin: MARGIN,
+      ...this.options,
+    });
     this.#say();
   }
 
@@ -96,7 +114,10 @@ export class LineChart {
     return Number.isFinite(from) ? [from, to > from ? to : from + 1] : [0, 1];
   }
 
-  /** @param {(Series & {line: [number, number | null][]})[]} drawn @param {number} from @param {number} to @param {number} width @returns {[number, number]} */
+  /**
+   * @param {(Series & {line: [number, number | null][]})[]} drawn @param {number} from @param {number} to
+   * @param {number} width @returns {[number, number]}
+   */
   #heights(drawn, from, to, width) {
     let [least, most] = [Infinity, -Infinity];
     const see = (/** @type {number | null} */ value) => {
@@ -106,7 +127,8 @@ export class LineChart {
     };
     for (const { line, x, low, high } of drawn) {
       for (const [at, value] of line) if (at >= from && at <= to) see(value);
-      for (const edge of [low, high]) if (edge) for (const [at, value] of decimate(x, edge, from, to, width)) if (at >= from && at <= to) see(value);
+      for (const edge of [low, high])
+        if (edge) for (const [at, value] of decimate(x, edge, from, to, width)) if (at >= from && at <= to) see(value);
     }
     if (!Number.isFinite(least)) return [0, 1];
     if (this.options.always !== undefined) see(this.options.always);
@@ -122,11 +144,15 @@ export class LineChart {
     const shown = this.series.filter(({ faint }) => !faint).map((each) => ({ ...each, value: this.valueAt(each) }));
     const at = this.cursor ?? Math.max(...shown.map(({ x }) => x[x.length - 1] ?? -Infinity));
     const where = Number.isFinite(at) ? `${xLabel} ${formatX(at)}` : this.empty;
-    fill(this.legend, shown.map(({ name, color, dash, value, dots }) => {
-      const line = h("i", { class: dots ? "dot" : dash?.length ? "dashed" : "solid" });
-      line.style.color = `var(${color})`;
-      return h("span", { class: "entry" }, line, name, h("b", {}, format(value)));
-    }), h("span", { class: "where" }, where));
+    fill(
+      this.legend,
+      shown.map(({ name, color, dash, value, dots }) => {
+        const line = h("i", { class: dots ? "dot" : dash?.length ? "dashed" : "solid" });
+        line.style.color = `var(${color})`;
+        return h("span", { class: "entry" }, line, name, h("b", {}, format(value)));
+      }),
+      h("span", { class: "where" }, where),
+    );
     const values = shown.map(({ name, value }) => `${name} ${format(value)}`).join(", ");
     const words = `${label}. At ${where}: ${values || "nothing yet"}${this.isLog ? ", logarithmic axis" : ""}`;
     if (this.canvas.getAttribute("aria-label") !== words) this.canvas.setAttribute("aria-label", words);
@@ -194,7 +220,10 @@ export class LineChart {
     else if (event.key === "+" || event.key === "-") {
       const [center, factor] = [this.cursor ?? (least + most) / 2, event.key === "+" ? 0.5 : 2];
       const [from, end] = this.#whole(this.series);
-      const range = /** @type {[number, number]} */ ([Math.max(from, center - (center - least) * factor), Math.min(end, center + (most - center) * factor)]);
+      const range = /** @type {[number, number]} */ ([
+        Math.max(from, center - (center - least) * factor),
+        Math.min(end, center + (most - center) * factor),
+      ]);
       this.zoom(range[0] <= from && range[1] >= end ? null : range);
     } else if (event.key === "Escape") this.zoom(null);
     else return;

@@ -4,7 +4,11 @@ import { decimate } from "./decimate.js";
 
 /** @typedef {import("./line.js").Series & {line: [number, number | null][]}} Drawn */
 /** @typedef {{left: number, right: number, top: number, bottom: number}} Margin */
-/** @typedef {{x: import("./scale.js").Scale, y: import("./scale.js").Scale, cursor: number | null, dragFrom: number | null, margin: Margin, format: (value: number | null) => string, formatX: (value: number) => string, xLabel: string}} Frame */
+/**
+ * @typedef {{x: import("./scale.js").Scale, y: import("./scale.js").Scale, cursor: number | null,
+ *   dragFrom: number | null, margin: Margin, xLabel: string, format: (value: number | null) => string,
+ *   formatX: (value: number) => string}} Frame
+ */
 
 /** @param {HTMLCanvasElement} canvas @param {Drawn[]} series @param {Frame} frame */
 export function paint(canvas, series, frame) {
@@ -42,7 +46,10 @@ function colorsOf(element) {
 }
 
 /** @typedef {(name: string) => string} Colors */
-/** @param {CanvasRenderingContext2D} pen @param {Frame} frame @param {number} width @param {number} height @param {Colors} colors */
+/**
+ * @param {CanvasRenderingContext2D} pen @param {Frame} frame @param {number} width @param {number} height
+ * @param {Colors} colors
+ */
 function axes(pen, { x, y, margin, format, formatX, xLabel }, width, height, colors) {
   pen.lineWidth = 1;
   pen.setLineDash([]);
@@ -69,12 +76,22 @@ function axes(pen, { x, y, margin, format, formatX, xLabel }, width, height, col
   pen.fillText(xLabel, width - margin.right, bottom + 17);
 }
 
-/** Write a number beside an axis without the zeros that a legend wants. @param {number} tick @param {(value: number | null) => string} format */
-const axisNumber = (tick, format) => format(tick).replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
+/**
+ * Write a number beside an axis without the zeros that a legend wants.
+ * @param {number} tick @param {(value: number | null) => string} format
+ */
+const axisNumber = (tick, format) =>
+  format(tick)
+    .replace(/(\.\d*?)0+(?=\D|$)/, "$1")
+    .replace(/\.(?=\D|$)/, "");
 
-/** @param {CanvasRenderingContext2D} pen @param {Drawn} series @param {Frame} frame @param {number} width @param {Colors} colors */
+/**
+ * @param {CanvasRenderingContext2D} pen @param {Drawn} series @param {Frame} frame @param {number} width
+ * @param {Colors} colors
+ */
 function band(pen, { x: at, low, high, color }, { x, y }, width, colors) {
-  const edge = (/** @type {any} */ values) => decimate(at, values, x.least, x.most, width).filter(([, value]) => value !== null && (!y.isLog || value > 0));
+  const edge = (/** @type {any} */ values) =>
+    decimate(at, values, x.least, x.most, width).filter(([, value]) => value !== null && (!y.isLog || value > 0));
   const [under, over] = [edge(low), edge(high).reverse()];
   pen.globalAlpha = 0.18;
   pen.fillStyle = colors(color);
@@ -112,7 +129,11 @@ function line(pen, { line: points, color, dash = [], faint = false, dots = false
   pen.globalAlpha = 1;
 }
 
-/** Draw the cursor and the range that is being dragged. @param {CanvasRenderingContext2D} pen @param {Drawn[]} series @param {Frame} frame @param {number} height @param {Colors} colors */
+/**
+ * Draw the cursor and the range that is being dragged.
+ * @param {CanvasRenderingContext2D} pen @param {Drawn[]} series @param {Frame} frame @param {number} height
+ * @param {Colors} colors
+ */
 function pointed(pen, series, { x, y, cursor, dragFrom, margin }, height, colors) {
   if (cursor === null) return;
   const at = Math.round(x.to(cursor)) + 0.5;
@@ -126,7 +147,9 @@ function pointed(pen, series, { x, y, cursor, dragFrom, margin }, height, colors
   pen.strokeStyle = colors("--muted");
   stroke(pen, at, margin.top, at, height - margin.bottom);
   for (const { line: points, color, faint } of series) {
-    const nearest = faint ? null : points.reduce((best, each) => (Math.abs(each[0] - cursor) < Math.abs(best[0] - cursor) ? each : best), points[0]);
+    const nearest = faint
+      ? null
+      : points.reduce((best, each) => (Math.abs(each[0] - cursor) < Math.abs(best[0] - cursor) ? each : best), points[0]);
     if (!nearest || nearest[1] === null) continue;
     pen.fillStyle = colors(color);
     pen.beginPath();

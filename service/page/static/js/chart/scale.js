@@ -1,10 +1,14 @@
 /** Axes: a range of values onto pixels, linear or logarithmic, and round numbers along it. */
 
-/** @typedef {{least: number, most: number, isLog: boolean, to: (value: number) => number, from: (pixel: number) => number, ticks: number[]}} Scale */
+/**
+ * @typedef {{least: number, most: number, isLog: boolean, ticks: number[],
+ *   to: (value: number) => number, from: (pixel: number) => number}} Scale
+ */
 
 /**
  * Map least…most onto the pixels begin…end. A logarithmic scale needs values above zero, and is linear without them.
- * @param {number} least @param {number} most @param {number} begin @param {number} end @param {{isLog?: boolean, num?: number}} [options] @returns {Scale}
+ * @param {number} least @param {number} most @param {number} begin @param {number} end
+ * @param {{isLog?: boolean, num?: number}} [options] @returns {Scale}
  */
 export function scale(least, most, begin, end, { isLog = false, num = 5 } = {}) {
   const log = isLog && least > 0;
@@ -12,7 +16,9 @@ export function scale(least, most, begin, end, { isLog = false, num = 5 } = {}) 
   const [low, high] = [forth(least), forth(most)];
   const span = high - low || 1;
   return {
-    least, most, isLog: log,
+    least,
+    most,
+    isLog: log,
     to: (value) => begin + ((forth(value) - low) / span) * (end - begin),
     from: (pixel) => back(low + ((pixel - begin) / (end - begin || 1)) * span),
     ticks: log ? logTicks(least, most, num) : linearTicks(least, most, num),
@@ -29,7 +35,8 @@ export function linearTicks(least, most, num) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const by = power * ([1, 2, 2.5, 5].find((each) => each * power >= rough) ?? 10);
   const ticks = [];
-  for (let place = Math.ceil(least / by - 1e-9); place * by <= most + by * 1e-9; place++) ticks.push(+(place * by).toPrecision(12));
+  for (let place = Math.ceil(least / by - 1e-9); place * by <= most + by * 1e-9; place++)
+    ticks.push(+(place * by).toPrecision(12));
   return ticks;
 }
 

@@ -21,7 +21,8 @@ export function smooth(values, weights, window) {
 
 /**
  * Sum weights, weights × distance, weights × distance², weights × value and weights × distance × value up to each place.
- * @param {(number | null)[]} values @param {number[]} weights @param {number} window @returns {[number, number, number, number, number][]}
+ * @param {(number | null)[]} values @param {number[]} weights @param {number} window
+ * @returns {[number, number, number, number, number][]}
  */
 function sums(values, weights, window) {
   let [s0, s1, s2, t0, t1] = [0, 0, 0, 0, 0];

@@ -7,7 +7,11 @@ const [WIDTH, HEIGHT] = [72, 22];
 /** Build an empty one; `draw` gives it numbers. */
 export function spark() {
   const path = svg("path", { fill: "none", stroke: "currentColor", "stroke-width": 1.5, "stroke-linejoin": "round" });
-  const element = svg("svg", { class: "spark", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, width: WIDTH, height: HEIGHT, "aria-hidden": "true" }, path);
+  const element = svg(
+    "svg",
+    { class: "spark", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, width: WIDTH, height: HEIGHT, "aria-hidden": "true" },
+    path,
+  );
   return { element, draw: (/** @type {(number | null)[]} */ values) => mark(path, "d", line(values)) };
 }
 
@@ -19,10 +23,12 @@ function line(values) {
   const x = (/** @type {number} */ place) => (1 + (place / (values.length - 1)) * (WIDTH - 2)).toFixed(1);
   const y = (/** @type {number} */ value) => (HEIGHT - 2 - ((value - least) / (most - least || 1)) * (HEIGHT - 4)).toFixed(1);
   let pen = "M";
-  return values.map((value, place) => {
-    if (value === null) return (pen = "M", "");
-    const piece = `${pen}${x(place)} ${y(value)}`;
-    pen = "L";
-    return piece;
-  }).join("");
+  return values
+    .map((value, place) => {
+      if (value === null) return ((pen = "M"), "");
+      const piece = `${pen}${x(place)} ${y(value)}`;
+      pen = "L";
+      return piece;
+    })
+    .join("");
 }

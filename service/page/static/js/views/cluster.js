@@ -15,16 +15,22 @@ export async function show({ root, signal }) {
   const [health, pools, queue, running] = ["Service", "Pools", "Queue", "Running"].map((title) => panel(title));
   root.append(h("h1", {}, "Cluster"), health, pools, queue, running);
   const parts = /** @type {[HTMLElement, () => Promise<(Node | string)[]>][]} */ ([
-    [health, () => healthOf(signal)], [pools, () => poolsOf(signal)], [queue, () => queueOf(signal)], [running, () => runningOf(signal)],
+    [health, () => healthOf(signal)],
+    [pools, () => poolsOf(signal)],
+    [queue, () => queueOf(signal)],
+    [running, () => runningOf(signal)],
   ]);
-  const refresh = () => Promise.all(parts.map(async ([element, read]) => {
-    const title = /** @type {HTMLElement} */ (element.querySelector("h2"));
-    try {
-      fill(element, title, await read());
-    } catch (error) {
-      if (!signal.aborted) fill(element, title, problem(error));
-    }
-  }));
+  const refresh = () =>
+    Promise.all(
+      parts.map(async ([element, read]) => {
+        const title = /** @type {HTMLElement} */ (element.querySelector("h2"));
+        try {
+          fill(element, title, await read());
+        } catch (error) {
+          if (!signal.aborted) fill(element, title, problem(error));
+        }
+      }),
+    );
   await refresh();
   const soon = paced(refresh, signal);
   every(10, soon, signal);
@@ -33,10 +39,26 @@ export async function show({ root, signal }) {
 
 /** @param {AbortSignal} signal */
 async function healthOf(signal) {
-  const ready = await ask("/readyz", { signal }).then(() => null, (error) => error);
+  const ready = await ask("/readyz", { signal }).then(
+    () => null,
+    (error) => error,
+  );
   if (ready?.status === 0 || signal.aborted) throw ready;
-  const words = ready ? problem(ready) : h("p", { class: "good" }, "✓ Ready: the database answers, a dispatcher leads, its loops make progress.");
-  return [words, h("p", { class: "muted" }, "Metrics for Prometheus: ", h("a", { href: "/metrics" }, "/metrics"), ". The API: ", h("a", { href: "/docs" }, "/docs"), ".")];
+  const words = ready
+    ? problem(ready)
+    : h("p", { class: "good" }, "✓ Ready: the database answers, a dispatcher leads, its loops make progress.");
+  return [
+    words,
+    h(
+      "p",
+      { class: "muted" },
+      "Metrics for Prometheus: ",
+      h("a", { href: "/metrics" }, "/metrics"),
+      ". The API: ",
+      h("a", { href: "/docs" }, "/docs"),
+      ".",
+    ),
+  ];
 }
 
 /** @param {AbortSignal} signal */
@@ -46,8 +68,15 @@ async function poolsOf(signal) {
   const rows = data.map((pool) => {
     const bar = h("i");
     bar.style.width = `${(100 * pool.slots_used) / pool.slots}%`;
-    return [h("a", { href: `/?pool=${pool.name}` }, pool.name), pool.accelerator, h("span", { class: "used" }, h("span", { class: "bar" }, bar), `${count(pool.slots_used)} of ${count(pool.slots)}`),
-      count(pool.jobs_live), count(pool.jobs_queued), bytes(pool.memory_per_device_bytes), count(pool.threads_per_worker)];
+    return [
+      h("a", { href: `/?pool=${pool.name}` }, pool.name),
+      pool.accelerator,
+      h("span", { class: "used" }, h("span", { class: "bar" }, bar), `${count(pool.slots_used)} of ${count(pool.slots)}`),
+      count(pool.jobs_live),
+      count(pool.jobs_queued),
+      bytes(pool.memory_per_device_bytes),
+      count(pool.threads_per_worker),
+    ];
   });
   return [grid("Pools", ["Pool", "Kind", "Slots", "Live jobs", "Waiting", "Memory a device", "Threads a worker"], rows, 3)];
 }
@@ -57,17 +86,37 @@ async function queueOf(signal) {
   /** @type {{data: Row[], total: number}} */
   const { data, total } = await ask(address("/v1/rows", { state: "queued", sort: "created", limit: 100 }), { signal });
   if (!total) return [h("p", { class: "muted" }, "Nothing waits.")];
-  const sorted = data.sort((one, other) => (one.pool < other.pool ? -1 : one.pool > other.pool ? 1 : (one.position ?? 0) - (other.position ?? 0)));
-  const rows = sorted.map((row) => [h("span", {}, `${row.pool} ${row.position ?? "–"}`), h("a", { href: `/jobs/${row.id}` }, row.name), badge(row.level), row.why ?? "", `${age(row.created_at)}`]);
-  const more = total > data.length ? h("p", { class: "muted" }, `${count(total - data.length)} more: `, h("a", { href: "/?state=waiting" }, "all that wait")) : "";
+  const sorted = data.sort((one, other) =>
+    one.pool < other.pool ? -1 : one.pool > other.pool ? 1 : (one.position ?? 0) - (other.position ?? 0),
+  );
+  const rows = sorted.map((row) => [
+    h("span", {}, `${row.pool} ${row.position ?? "–"}`),
+    h("a", { href: `/jobs/${row.id}` }, row.name),
+    badge(row.level),
+    row.why ?? "",
+    `${age(row.created_at)}`,
+  ]);
+  const more =
+    total > data.length
+      ? h("p", { class: "muted" }, `${count(total - data.length)} more: `, h("a", { href: "/?state=waiting" }, "all that wait"))
+      : "";
   return [grid("Queue", ["Place", "Job", "Level", "Why it waits", "Waits for"], rows, 9), more];
 }
 
 /** @param {AbortSignal} signal */
 async function runningOf(signal) {
   /** @type {{data: Row[], total: number}} */
-  const { data, total } = await ask(address("/v1/rows", { state: ["starting", "running", "cancelling"], limit: 100 }), { signal });
+  const { data, total } = await ask(address("/v1/rows", { state: ["starting", "running", "cancelling"], limit: 100 }), {
+    signal,
+  });
   if (!total) return [h("p", { class: "muted" }, "Nothing runs.")];
-  const rows = data.map((row) => [h("a", { href: `/jobs/${row.id}` }, row.name), badge(row.level), stateBadge(row.state), row.pool, row.step === null ? "–" : `${count(row.step)} of ${count(row.steps)}`, count(row.tokens_per_s)]);
+  const rows = data.map((row) => [
+    h("a", { href: `/jobs/${row.id}` }, row.name),
+    badge(row.level),
+    stateBadge(row.state),
+    row.pool,
+    row.step === null ? "–" : `${count(row.step)} of ${count(row.steps)}`,
+    count(row.tokens_per_s),
+  ]);
   return [grid("Running", ["Job", "Level", "State", "Pool", "Step", "Tokens/s"], rows, 4)];
 }

@@ -22,7 +22,11 @@ export function detail(element, jobs, base) {
 /** @param {Compared[]} jobs */
 function memory(jobs) {
   const known = jobs.filter((each) => heldBy(each));
-  const bars = known.map((each) => ({ name: each.job.spec.precision.level, label: h("span", {}, badge(each.job.spec.precision.level), h("small", {}, perParameter(each))), parts: heldBy(each) ?? {} }));
+  const bars = known.map((each) => ({
+    name: each.job.spec.precision.level,
+    label: h("span", {}, badge(each.job.spec.precision.level), h("small", {}, perParameter(each))),
+    parts: heldBy(each) ?? {},
+  }));
   return panel("Memory by class", bars.length ? stacks(bars) : h("p", { class: "muted" }, "Counted after the first step."));
 }
 
@@ -36,19 +40,35 @@ function perParameter(one) {
 /** @param {Compared[]} jobs @param {number[]} speeds */
 function speed(jobs, speeds) {
   const most = Math.max(...speeds, 1);
-  return panel("Tokens per second, without the first step", jobs.map(({ job }, place) => {
-    const bar = h("i");
-    bar.style.width = `${(100 * speeds[place]) / most}%`;
-    return h("div", { class: "speed" }, badge(job.spec.precision.level), h("span", { class: "bar" }, bar), h("b", {}, speeds[place] ? count(speeds[place]) : "–"));
-  }));
+  return panel(
+    "Tokens per second, without the first step",
+    jobs.map(({ job }, place) => {
+      const bar = h("i");
+      bar.style.width = `${(100 * speeds[place]) / most}%`;
+      return h(
+        "div",
+        { class: "speed" },
+        badge(job.spec.precision.level),
+        h("span", { class: "bar" }, bar),
+        h("b", {}, speeds[place] ? count(speeds[place]) : "–"),
+      );
+    }),
+  );
 }
 
 /** Build the table of what differs in the specs. @param {Compared[]} jobs */
 function fields(jobs) {
   const flat = jobs.map(({ job }) => flatten(job.spec));
-  const paths = [...new Set(flat.flatMap((each) => Object.keys(each)))].filter((path) => path !== "name" && new Set(flat.map((each) => each[path])).size > 1).sort();
+  const paths = [...new Set(flat.flatMap((each) => Object.keys(each)))]
+    .filter((path) => path !== "name" && new Set(flat.map((each) => each[path])).size > 1)
+    .sort();
   const rows = paths.map((path) => [h("code", {}, path), ...flat.map((each) => each[path] ?? "–")]);
-  return panel("Fields that differ", rows.length ? grid("Fields that differ", ["Field", ...jobs.map(({ job }) => job.name)], rows, 9) : h("p", { class: "muted" }, jobs.length > 1 ? "None: the specs are the same." : "One job alone."));
+  return panel(
+    "Fields that differ",
+    rows.length
+      ? grid("Fields that differ", ["Field", ...jobs.map(({ job }) => job.name)], rows, 9)
+      : h("p", { class: "muted" }, jobs.length > 1 ? "None: the specs are the same." : "One job alone."),
+  );
 }
 
 /** Write a document as one value for each path. @param {any} value @param {string} [path] @returns {Record<string, string>} */

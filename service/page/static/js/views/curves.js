@@ -31,35 +31,78 @@ export class Curves {
       }
       this.reset.hidden = !range;
     };
-    this.lossChart = new LineChart({ label: "Loss", xLabel, formatX, format: (value) => number(value), signal, onZoom, height: 300 });
-    this.speedChart = new LineChart({ label: "Tokens per second", xLabel, formatX, format: (value) => (value === null ? "–" : compact(value)), signal, onZoom, fromZero: true, height: 150 });
+    this.lossChart = new LineChart({
+      label: "Loss",
+      xLabel,
+      formatX,
+      format: (value) => number(value),
+      signal,
+      onZoom,
+      height: 300,
+    });
+    this.speedChart = new LineChart({
+      label: "Tokens per second",
+      xLabel,
+      formatX,
+      format: (value) => (value === null ? "–" : compact(value)),
+      signal,
+      onZoom,
+      fromZero: true,
+      height: 150,
+    });
     this.lossChart.isLog = query.get("log") === "1";
     const zoom = query.get("zoom")?.split("-").map(Number);
-    this.lossChart.range = this.speedChart.range = zoom?.length === 2 && zoom.every(Number.isFinite) ? [zoom[0], zoom[1]] : null;
-    this.reset = h("button", { type: "button", class: "plain", hidden: !this.lossChart.range, onclick: () => this.lossChart.zoom(null) }, "Whole curve");
+    this.lossChart.range = this.speedChart.range =
+      zoom?.length === 2 && zoom.every(Number.isFinite) ? [zoom[0], zoom[1]] : null;
+    this.reset = h(
+      "button",
+      { type: "button", class: "plain", hidden: !this.lossChart.range, onclick: () => this.lossChart.zoom(null) },
+      "Whole curve",
+    );
     this.loss = panel("Loss", this.#controls(), this.lossChart.element);
     this.waits = h("p", { class: "muted" });
     this.speed = panel("Speed", this.speedChart.element, this.waits);
   }
 
   #controls() {
-    const log = h("input", { type: "checkbox", checked: this.lossChart.isLog, onchange: () => {
-      this.lossChart.isLog = log.checked;
-      remember({ log: log.checked ? "1" : null });
-      this.lossChart.draw();
-    } });
-    const axis = h("select", { "aria-label": "Horizontal axis", onchange: () => {
-      this.axis = axis.value;
-      for (const chart of [this.lossChart, this.speedChart]) [chart.options.xLabel, chart.options.formatX] = AXES[this.axis];
-      remember({ x: this.axis === "step" ? null : this.axis });
-      this.lossChart.zoom(null);
-      this.draw();
-    } }, Object.entries(AXES).map(([value, [name]]) => h("option", { value, selected: value === this.axis }, `by ${name}`)));
-    const window = h("select", { "aria-label": "Smoothing", onchange: () => {
-      this.window = Number(window.value);
-      remember({ smooth: window.value === "10" ? null : window.value });
-      this.draw();
-    } }, [0, 10, 50, 200, 1000].map((each) => h("option", { value: each, selected: each === this.window }, each ? `smooth over ${each} steps` : "not smoothed")));
+    const log = h("input", {
+      type: "checkbox",
+      checked: this.lossChart.isLog,
+      onchange: () => {
+        this.lossChart.isLog = log.checked;
+        remember({ log: log.checked ? "1" : null });
+        this.lossChart.draw();
+      },
+    });
+    const axis = h(
+      "select",
+      {
+        "aria-label": "Horizontal axis",
+        onchange: () => {
+          this.axis = axis.value;
+          for (const chart of [this.lossChart, this.speedChart])
+            [chart.options.xLabel, chart.options.formatX] = AXES[this.axis];
+          remember({ x: this.axis === "step" ? null : this.axis });
+          this.lossChart.zoom(null);
+          this.draw();
+        },
+      },
+      Object.entries(AXES).map(([value, [name]]) => h("option", { value, selected: value === this.axis }, `by ${name}`)),
+    );
+    const window = h(
+      "select",
+      {
+        "aria-label": "Smoothing",
+        onchange: () => {
+          this.window = Number(window.value);
+          remember({ smooth: window.value === "10" ? null : window.value });
+          this.draw();
+        },
+      },
+      [0, 10, 50, 200, 1000].map((each) =>
+        h("option", { value: each, selected: each === this.window }, each ? `smooth over ${each} steps` : "not smoothed"),
+      ),
+    );
     return h("div", { class: "controls" }, this.reset, axis, window, h("label", {}, log, " log"));
   }
 
@@ -68,8 +111,19 @@ export class Curves {
     const [x, color] = [curve.along(this.axis), hue(job.spec.precision.level)];
     const line = { color, x, dash: dash(job.spec.precision.level) };
     const raw = { ...line, dash: [], name: "training", y: curve.loss, low: curve.least, high: curve.greatest };
-    const evaluation = { name: "evaluation", color: "--evaluation", x: curve.evaluatedAlong(this.axis), y: curve.evaluations.loss, dots: true };
-    const lines = this.window ? [{ ...raw, faint: true }, { ...line, name: "training, smoothed", y: smooth(curve.loss, curve.numSteps, this.window) }] : [raw];
+    const evaluation = {
+      name: "evaluation",
+      color: "--evaluation",
+      x: curve.evaluatedAlong(this.axis),
+      y: curve.evaluations.loss,
+      dots: true,
+    };
+    const lines = this.window
+      ? [
+          { ...raw, faint: true },
+          { ...line, name: "training, smoothed", y: smooth(curve.loss, curve.numSteps, this.window) },
+        ]
+      : [raw];
     this.lossChart.set(evaluation.x.length ? [...lines, evaluation] : lines);
     this.speedChart.set([{ name: "tokens/s", color: "--accent", x, y: curve.speeds() }]);
     const end = x.length - 1;
@@ -80,6 +134,7 @@ export class Curves {
 /** @param {number} wait @param {number} time */
 function waitWords(wait, time) {
   const share = time > 0 ? wait / time : 0;
-  const advice = share > 0.1 ? " The data is the brake: more loader processes or tokens prepared by `octet data tokenize` help." : "";
+  const advice =
+    share > 0.1 ? " The data is the brake: more loader processes or tokens prepared by `octet data tokenize` help." : "";
   return `Of ${duration(time)} in steps, ${duration(wait)} (${percent(share, 1)}) waited for data.${advice}`;
 }

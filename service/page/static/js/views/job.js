@@ -12,7 +12,9 @@ import { Curves } from "./curves.js";
 /** @typedef {import("octet-types").Job} Job */
 /** @typedef {import("octet-types").Measurements} Measurements */
 /** @typedef {{id: string, job: Job, curve: Curve, measured: Measurements | null, signal: AbortSignal}} Shown */
-/** @typedef {{draw: (shown: Shown) => void, receive?: (messages: import("../live.js").Message[]) => void, cursor?: string}} Part */
+/**
+ * @typedef {{draw: (shown: Shown) => void, receive?: (messages: import("../live.js").Message[]) => void, cursor?: string}} Part
+ */
 
 /** @param {import("../main.js").Place} place */
 export async function show({ root, id, query, signal }) {
@@ -21,12 +23,21 @@ export async function show({ root, id, query, signal }) {
   /** @type {Shown} */
   const shown = { id, job, curve, measured, signal };
   document.title = `${job.name} · Octet`;
-  const [head, notice, facts] = [h("div", { class: "headline" }), h("div", { "aria-live": "polite" }), h("dl", { class: "facts" })];
+  const [head, notice, facts] = [
+    h("div", { class: "headline" }),
+    h("div", { "aria-live": "polite" }),
+    h("dl", { class: "facts" }),
+  ];
   const curves = new Curves(shown, query);
   const [memory, rest] = [h("div", { class: "side" }), h("div", { class: "rest" })];
   root.append(head, notice, facts, h("div", { class: "split" }, curves.loss, memory), curves.speed, rest);
   /** @type {Part[]} */
-  const parts = [{ draw: () => drawHead(head, shown) }, { draw: () => drawNotice(notice, shown) }, { draw: () => drawFacts(facts, shown) }, curves];
+  const parts = [
+    { draw: () => drawHead(head, shown) },
+    { draw: () => drawNotice(notice, shown) },
+    { draw: () => drawFacts(facts, shown) },
+    curves,
+  ];
   const redraw = () => parts.forEach((part) => part.draw(shown));
   redraw();
 
@@ -36,21 +47,34 @@ export async function show({ root, id, query, signal }) {
   redraw();
   const soon = paced(redraw, signal);
   const refresh = paced(async () => {
-    const [fresh, last] = await Promise.all([ask(`/v1/jobs/${id}`, { signal }), measurements(id, signal)]).catch(() => [null, null]);
+    const [fresh, last] = await Promise.all([ask(`/v1/jobs/${id}`, { signal }), measurements(id, signal)]).catch(() => [
+      null,
+      null,
+    ]);
     if (!fresh) return;
     [shown.job, shown.measured] = [fresh, last];
     soon();
   }, signal);
-  every(1, () => { if (!isOver(shown.job.state)) soon(); }, signal);
-  await watch({ jobs: [id], cursors: [curve.cursor, ...parts.flatMap((part) => part.cursor ?? [])] }, (messages) => {
-    for (const { kind, data } of messages) {
-      if (kind === "points") for (const points of data) curve.add(points);
-      if (kind === "row") take(shown, data);
-      if (kind === "event") refresh();
-    }
-    for (const part of parts) part.receive?.(messages);
-    soon();
-  }, signal);
+  every(
+    1,
+    () => {
+      if (!isOver(shown.job.state)) soon();
+    },
+    signal,
+  );
+  await watch(
+    { jobs: [id], cursors: [curve.cursor, ...parts.flatMap((part) => part.cursor ?? [])] },
+    (messages) => {
+      for (const { kind, data } of messages) {
+        if (kind === "points") for (const points of data) curve.add(points);
+        if (kind === "row") take(shown, data);
+        if (kind === "event") refresh();
+      }
+      for (const part of parts) part.receive?.(messages);
+      soon();
+    },
+    signal,
+  );
 }
 
 /** @param {string} id @param {AbortSignal} signal @returns {Promise<Measurements | null>} */
@@ -68,9 +92,18 @@ function take(shown, row) {
 function drawHead(head, { job, id }) {
   if (!head.childElementCount) {
     const { family } = job.spec.model;
-    const under = h("p", { class: "muted" }, `${family} on ${job.spec.resources.pool} · `, h("code", {}, id), ` · ${job.tenant}`);
+    const under = h(
+      "p",
+      { class: "muted" },
+      `${family} on ${job.spec.resources.pool} · `,
+      h("code", {}, id),
+      ` · ${job.tenant}`,
+    );
     const buttons = h("div", { class: "buttons" });
-    head.append(h("div", {}, h("h1", {}, job.name, " ", badge(job.spec.precision.level), " ", h("span", { class: "now" })), under), buttons);
+    head.append(
+      h("div", {}, h("h1", {}, job.name, " ", badge(job.spec.precision.level), " ", h("span", { class: "now" })), under),
+      buttons,
+    );
     import("../actions.js").then(({ actions }) => fill(buttons, actions(job)));
   }
   const now = /** @type {HTMLElement} */ (head.querySelector(".now"));
@@ -87,7 +120,17 @@ function drawNotice(notice, { job }) {
   const [words, help] = reasons(job);
   if (notice.dataset.words === `${words} ${help}`) return;
   notice.dataset.words = `${words} ${help}`;
-  fill(notice, words ? h("div", { class: "notice", data: { state: job.state } }, h("p", {}, words), help ? h("p", { class: "muted" }, help) : null) : null);
+  fill(
+    notice,
+    words
+      ? h(
+          "div",
+          { class: "notice", data: { state: job.state } },
+          h("p", {}, words),
+          help ? h("p", { class: "muted" }, help) : null,
+        )
+      : null,
+  );
 }
 
 /** @param {Job} job @returns {[string, string]} */
@@ -103,20 +146,37 @@ function reasons(job) {
 function drawFacts(facts, { job, curve, measured }) {
   const { progress, summary } = job;
   const over = isOver(job.state);
-  const best = curve.evaluations.loss.reduce((least, value) => (value !== null && (least === null || value < least) ? value : least), /** @type {number | null} */ (null));
-  const perWord = job.finished_at ? `finished ${clock(job.finished_at)}` : job.started_at ? `started ${age(job.started_at)} ago` : `submitted ${age(job.created_at)} ago`;
+  const best = curve.evaluations.loss.reduce(
+    (least, value) => (value !== null && (least === null || value < least) ? value : least),
+    /** @type {number | null} */ (null),
+  );
+  const perWord = job.finished_at
+    ? `finished ${clock(job.finished_at)}`
+    : job.started_at
+      ? `started ${age(job.started_at)} ago`
+      : `submitted ${age(job.created_at)} ago`;
   const memory = measured?.memory ?? null;
   const held = memory ? total(memory.held) : summary ? total(summary.memory_bytes) : null;
   const ratio = memory && held ? `${Math.round((100 * held) / total(memory.fp32))} % of fp32` : "weights, gradients, states";
   const rows = /** @type {[string, string, string][]} */ ([
-    ["Step", progress ? count(progress.step) : "–", progress ? `of ${count(progress.steps)}` : job.spec.training.steps ? `of ${count(job.spec.training.steps)}` : ""],
+    [
+      "Step",
+      progress ? count(progress.step) : "–",
+      progress ? `of ${count(progress.steps)}` : job.spec.training.steps ? `of ${count(job.spec.training.steps)}` : "",
+    ],
     ["Loss", number(progress?.loss), "training, last step"],
     ["Best evaluation", number(best), curve.evaluations.step.length ? `of ${curve.evaluations.step.length}` : "none yet"],
     ["Tokens/s", count(over && summary ? summary.tokens_per_s : progress?.tokens_per_s), over ? "mean" : "now"],
-    over ? ["Took", duration(between(job.started_at ?? job.created_at, job.finished_at)), perWord] : ["Left", duration(progress?.remaining_s), perWord],
+    over
+      ? ["Took", duration(between(job.started_at ?? job.created_at, job.finished_at)), perWord]
+      : ["Left", duration(progress?.remaining_s), perWord],
     ["Memory", bytes(held), held ? ratio : "after the first step"],
   ]);
-  if (!facts.childElementCount) fill(facts, rows.map(() => h("div", {}, h("dt"), h("dd", {}, h("strong"), h("small")))));
+  if (!facts.childElementCount)
+    fill(
+      facts,
+      rows.map(() => h("div", {}, h("dt"), h("dd", {}, h("strong"), h("small")))),
+    );
   rows.forEach(([name, value, note], place) => {
     const [term, strong, small] = facts.children[place].querySelectorAll("dt, strong, small");
     say(term, name);
@@ -127,4 +187,3 @@ function drawFacts(facts, { job, curve, measured }) {
 
 /** @param {Record<string, number>} classes */
 const total = (classes) => Object.values(classes).reduce((sum, each) => sum + each, 0);
-

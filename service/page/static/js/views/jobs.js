@@ -13,14 +13,23 @@ import { Rows } from "../rows.js";
 /** @typedef {Awaited<ReturnType<typeof build>>} View */
 
 const COLUMNS = ["", "Name", "Level", "State", "Progress", "Loss", "Best eval.", "Curve", "Tokens/s", "Left", "Age"];
-const GROUPS = { "": "All", live: "Running", waiting: "Waiting", succeeded: "Succeeded", failed: "Failed", cancelled: "Cancelled" };
+const GROUPS = {
+  "": "All",
+  live: "Running",
+  waiting: "Waiting",
+  succeeded: "Succeeded",
+  failed: "Failed",
+  cancelled: "Cancelled",
+};
 
 /** @param {import("../main.js").Place} place */
 export async function show(place) {
   const view = build(place);
   await view.jobs.reload();
   // What follows the first paint: keys, the choice for a comparison, changes as they happen.
-  import("./jobs-more.js").then((more) => { if (!place.signal.aborted) more.enliven(view, place); });
+  import("./jobs-more.js").then((more) => {
+    if (!place.signal.aborted) more.enliven(view, place);
+  });
 }
 
 /** @param {import("../main.js").Place} place */
@@ -28,10 +37,19 @@ function build({ root, query, signal }) {
   const jobs = new Jobs(query, signal);
   const chosen = new Set(query.getAll("chosen"));
   const at = { index: -1 };
-  const head = h("div", { class: "head", role: "row" }, COLUMNS.map((name) => h("div", { role: "columnheader" }, name || h("span", { class: "hidden" }, "Choose"))));
+  const head = h(
+    "div",
+    { class: "head", role: "row" },
+    COLUMNS.map((name) => h("div", { role: "columnheader" }, name || h("span", { class: "hidden" }, "Choose"))),
+  );
   /** @type {Rows<Job>} */
   const rows = new Rows({ make: () => rowOf(chosen, at), item: (index) => jobs.at(index), signal });
-  const table = h("div", { class: "table", role: "table", "aria-label": "Jobs" }, h("div", { role: "rowgroup" }, head), rows.element);
+  const table = h(
+    "div",
+    { class: "table", role: "table", "aria-label": "Jobs" },
+    h("div", { role: "rowgroup" }, head),
+    rows.element,
+  );
   const pools = h("div", { class: "pools" });
   const note = h("div", { class: "empty", "aria-live": "polite" });
   root.append(h("h1", { class: "hidden" }, "Jobs"), pools, filters(jobs, signal), table, note);
@@ -46,21 +64,42 @@ function build({ root, query, signal }) {
   return { root, jobs, chosen, at, rows, table, pools };
 }
 
-/** @param {Set<string>} chosen @param {{index: number}} at the row that the keys are at @returns {import("../rows.js").Row<Job>} */
+/**
+ * @param {Set<string>} chosen @param {{index: number}} at the row that the keys are at
+ * @returns {import("../rows.js").Row<Job>}
+ */
 function rowOf(chosen, at) {
   const box = h("input", { type: "checkbox" });
   const [link, below, level, state, why] = [h("a"), h("small"), h("div", { role: "cell" }), h("span"), h("small")];
   const [done, steps, curve] = [h("i"), h("span"), spark()];
-  const figures = ["loss", "evaluation", "speed", "left", "age"].map((name) => h("div", { role: "cell", class: `figure ${name}` }));
+  const figures = ["loss", "evaluation", "speed", "left", "age"].map((name) =>
+    h("div", { role: "cell", class: `figure ${name}` }),
+  );
   const [loss, evaluation, speed, left, since] = figures;
   const bar = h("span", { class: "bar" }, done);
-  const element = h("div", { class: "row", role: "row" }, h("div", { role: "cell" }, box), h("div", { role: "cell", class: "name" }, link, below), level,
-    h("div", { role: "cell", class: "status" }, state, why), h("div", { role: "cell", class: "progress" }, bar, steps), loss, evaluation,
-    h("div", { role: "cell", class: "curve" }, curve.element), speed, left, since);
+  const element = h(
+    "div",
+    { class: "row", role: "row" },
+    h("div", { role: "cell" }, box),
+    h("div", { role: "cell", class: "name" }, link, below),
+    level,
+    h("div", { role: "cell", class: "status" }, state, why),
+    h("div", { role: "cell", class: "progress" }, bar, steps),
+    loss,
+    evaluation,
+    h("div", { role: "cell", class: "curve" }, curve.element),
+    speed,
+    left,
+    since,
+  );
   let id = "";
   let shown = ["", ""];
-  box.addEventListener("change", () => { box.checked ? chosen.add(id) : chosen.delete(id); });
-  element.addEventListener("click", (event) => { if (event.target instanceof Element && !event.target.closest("a, input") && !String(getSelection())) go(`/jobs/${id}`); });
+  box.addEventListener("change", () => {
+    box.checked ? chosen.add(id) : chosen.delete(id);
+  });
+  element.addEventListener("click", (event) => {
+    if (event.target instanceof Element && !event.target.closest("a, input") && !String(getSelection())) go(`/jobs/${id}`);
+  });
   const update = (/** @type {Job | undefined} */ row, /** @type {number} */ index) => {
     element.classList.toggle("loading", !row);
     element.classList.toggle("current", index === at.index);
@@ -96,31 +135,69 @@ function filters(jobs, signal) {
   const apply = (/** @type {Record<string, string>} */ changes) => {
     Object.assign(jobs.filters, changes);
     remember(changes);
-    for (const button of groups.children) mark(button, "aria-pressed", String(button.getAttribute("value") === jobs.filters.state));
+    for (const button of groups.children)
+      mark(button, "aria-pressed", String(button.getAttribute("value") === jobs.filters.state));
     clearTimeout(waiting);
     waiting = setTimeout(() => jobs.reload(), "q" in changes ? 150 : 0);
   };
-  const search = h("input", { type: "search", id: "q", placeholder: "Search names", "aria-label": "Search", value: jobs.filters.q, oninput: () => apply({ q: search.value }) });
-  const groups = h("div", { class: "groups", role: "group", "aria-label": "State" }, Object.entries(GROUPS).map(([value, name]) =>
-    h("button", { type: "button", value, "aria-pressed": String(value === jobs.filters.state), onclick: () => apply({ state: value }) }, name)));
+  const search = h("input", {
+    type: "search",
+    id: "q",
+    placeholder: "Search names",
+    "aria-label": "Search",
+    value: jobs.filters.q,
+    oninput: () => apply({ q: search.value }),
+  });
+  const groups = h(
+    "div",
+    { class: "groups", role: "group", "aria-label": "State" },
+    Object.entries(GROUPS).map(([value, name]) =>
+      h(
+        "button",
+        { type: "button", value, "aria-pressed": String(value === jobs.filters.state), onclick: () => apply({ state: value }) },
+        name,
+      ),
+    ),
+  );
   const level = select("level", "Any level", jobs, apply);
   const pool = select("pool", "Any pool", jobs, apply);
   listed("/v1/levels", level, signal);
   listed("/v1/pools", pool, signal);
-  return h("div", { class: "filters" }, search, groups, level, pool, h("a", { class: "button main", href: "/submit" }, "Submit a job"));
+  return h(
+    "div",
+    { class: "filters" },
+    search,
+    groups,
+    level,
+    pool,
+    h("a", { class: "button main", href: "/submit" }, "Submit a job"),
+  );
 }
 
-/** @param {"level" | "pool"} name @param {string} any @param {Jobs} jobs @param {(changes: Record<string, string>) => void} apply */
+/**
+ * @param {"level" | "pool"} name @param {string} any @param {Jobs} jobs
+ * @param {(changes: Record<string, string>) => void} apply
+ */
 function select(name, any, jobs, apply) {
   const present = jobs.filters[name];
-  const element = h("select", { "aria-label": name === "level" ? "Level" : "Pool", onchange: () => apply({ [name]: element.value }) }, h("option", { value: "" }, any), present && h("option", { value: present, selected: true }, present));
+  const element = h(
+    "select",
+    { "aria-label": name === "level" ? "Level" : "Pool", onchange: () => apply({ [name]: element.value }) },
+    h("option", { value: "" }, any),
+    present && h("option", { value: present, selected: true }, present),
+  );
   return element;
 }
 
-/** Fill a choice with the names that the server lists. @param {string} path @param {HTMLSelectElement} element @param {AbortSignal} signal */
+/**
+ * Fill a choice with the names that the server lists.
+ * @param {string} path @param {HTMLSelectElement} element @param {AbortSignal} signal
+ */
 async function listed(path, element, signal) {
   const { data } = await ask(path, { signal }).catch(() => ({ data: [] }));
-  const names = data.map((/** @type {{name: string}} */ each) => each.name).filter((/** @type {string} */ name) => name !== element.value);
+  const names = data
+    .map((/** @type {{name: string}} */ each) => each.name)
+    .filter((/** @type {string} */ name) => name !== element.value);
   element.append(...names.map((/** @type {string} */ name) => h("option", { value: name }, name)));
 }
 
@@ -138,7 +215,15 @@ export async function drawPools(element, signal) {
 function poolCard(pool) {
   const fill = h("i");
   fill.style.width = `${(100 * pool.slots_used) / pool.slots}%`;
-  const waiting = pool.jobs_queued ? h("strong", { class: "waits" }, `${count(pool.jobs_queued)} waiting`) : h("span", {}, "none waiting");
-  return h("a", { class: "pool", href: `/?pool=${pool.name}` }, h("strong", {}, pool.name), h("span", { class: "bar" }, fill),
-    h("span", {}, `${count(pool.slots_used)} of ${count(pool.slots)} slots`), waiting);
+  const waiting = pool.jobs_queued
+    ? h("strong", { class: "waits" }, `${count(pool.jobs_queued)} waiting`)
+    : h("span", {}, "none waiting");
+  return h(
+    "a",
+    { class: "pool", href: `/?pool=${pool.name}` },
+    h("strong", {}, pool.name),
+    h("span", { class: "bar" }, fill),
+    h("span", {}, `${count(pool.slots_used)} of ${count(pool.slots)} slots`),
+    waiting,
+  );
 }

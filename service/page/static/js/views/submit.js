@@ -10,6 +10,7 @@ import { go } from "../main.js";
 import { send } from "../requests.js";
 import { JobSchema, schemas, withValue } from "../schema.js";
 import { fromYaml, toYaml } from "../yaml.js";
+import { sections } from "./submit-fields.js";
 import { LevelChoice } from "./submit-level.js";
 
 /** @typedef {{families: any[], levels: import("octet-types").Level[], pools: import("octet-types").Pool[]}} Catalog */
@@ -19,7 +20,14 @@ const BEGIN = {
   model: { preset: "gpt-tiny" },
   precision: { level: "O2" },
   data: { path: "/usr/share/doc", include: ["**/copyright", "**/*.txt"] },
-  training: { steps: 100, global_batch_size: 8, sequence_length: 128, optimizer: { learning_rate: 3e-3 }, schedule: { warmup_steps: 10 }, eval_every: 25 },
+  training: {
+    steps: 100,
+    global_batch_size: 8,
+    sequence_length: 128,
+    optimizer: { learning_rate: 3e-3 },
+    schedule: { warmup_steps: 10 },
+    eval_every: 25,
+  },
 };
 const PAUSE_MS = 350;
 
@@ -27,7 +35,9 @@ const PAUSE_MS = 350;
 export async function show({ root, query, signal }) {
   const from = query.get("from");
   const [all, families, levels, pools, source] = await Promise.all([
-    schemas(), ...["models", "levels", "pools"].map((name) => ask(`/v1/${name}`, { signal })), from ? ask(`/v1/jobs/${from}`, { signal }) : null,
+    schemas(),
+    ...["models", "levels", "pools"].map((name) => ask(`/v1/${name}`, { signal })),
+    from ? ask(`/v1/jobs/${from}`, { signal }) : null,
   ]);
   const schema = new JobSchema(all);
   const begin = source ? schema.prune({ ...source.spec, name: source.name }) : BEGIN;
@@ -49,39 +59,36 @@ class Submission {
     this.signal = signal;
     this.form = new Form(schema, (path, value) => this.change(path, value));
     this.level = new LevelChoice(catalog, (level) => this.change("precision.level", level));
-    this.text = h("textarea", { id: "yaml", rows: 24, spellcheck: "false", "aria-label": "The job as YAML", oninput: () => this.#typed() });
+    this.text = h("textarea", {
+      id: "yaml",
+      rows: 24,
+      spellcheck: "false",
+      "aria-label": "The job as YAML",
+      oninput: () => this.#typed(),
+    });
     this.result = h("div", { class: "result", role: "status" });
     this.button = h("button", { type: "submit", class: "main" }, "Submit the job");
     this.curl = h("details", {}, h("summary", {}, "The same as curl"));
     this.curl.addEventListener("toggle", () => this.#showCurl());
     this.data = h("div", { class: "fields" });
-    const side = h("div", { class: "side yaml" }, panel("The same as a job file", this.text, this.result, h("div", { class: "buttons" }, this.button), this.curl));
-    this.element = h("form", { class: "halves submit", novalidate: true, onsubmit: (/** @type {Event} */ event) => { event.preventDefault(); this.submit(); } }, h("div", { class: "rest" }, ...this.#sections()), side);
-  }
-
-  /** @returns {HTMLElement[]} */
-  #sections() {
-    const { form, schema, catalog } = this;
-    const of = schema.root.properties;
-    const training = schema.shape(of.training, {}).properties;
-    const resources = schema.shape(of.resources, {}).properties;
-    const presets = catalog.families.flatMap(({ presets: list }) => list.map((/** @type {{name: string}} */ each) => each.name));
-    const preset = form.field("model.preset", { type: "string", description: "Sizes of your own, other families and paths: in the job file." }, { label: "model", options: presets });
-    const first = new Set(["training.steps", "training.epochs", "training.global_batch_size", "training.sequence_length", "training.optimizer.learning_rate", "training.schedule.warmup_steps", "training.eval_every", "training.checkpoint_every", "training.seed"]);
-    const optimizer = schema.shape(training.optimizer, {}).properties;
-    const schedule = schema.shape(training.schedule, {}).properties;
-    const plain = /** @type {[string, any][]} */ (["steps", "global_batch_size", "sequence_length", "eval_every", "checkpoint_every", "seed"].map((name) => [`training.${name}`, training[name]]));
-    const shown = [...plain.slice(0, 3), ["training.optimizer.learning_rate", optimizer.learning_rate], ["training.schedule.warmup_steps", schedule.warmup_steps], ...plain.slice(3)];
-    const more = (/** @type {string} */ title, /** @type {HTMLElement[]} */ fields) => h("details", {}, h("summary", {}, title), h("div", { class: "fields" }, fields));
-    return [
-      panel("Job", h("div", { class: "fields" }, form.field("name", of.name), preset, form.field("resources.pool", resources.pool, { label: "pool", options: catalog.pools.map(({ name }) => name) }),
-        form.field("resources.workers", resources.workers, { label: "workers" }))),
-      panel("Precision", this.level.element, more("More of precision", form.fields("precision", of.precision, {}, new Set(["precision.level"])))),
-      panel("Data", this.data),
-      panel("Training", h("div", { class: "fields" }, shown.map(([path, each]) => form.field(path, each))), more("More of training", form.fields("training", of.training, {}, first))),
-      panel("Operation", h("div", { class: "fields" }, form.field("priority", of.priority), form.field("retry.max_failures", schema.shape(of.retry, {}).properties.max_failures, { label: "retries after failures" })),
-        more("Parallelism", form.fields("parallelism", of.parallelism, {}, new Set()))),
-    ];
+    const side = h(
+      "div",
+      { class: "side yaml" },
+      panel("The same as a job file", this.text, this.result, h("div", { class: "buttons" }, this.button), this.curl),
+    );
+    this.element = h(
+      "form",
+      {
+        class: "halves submit",
+        novalidate: true,
+        onsubmit: (/** @type {Event} */ event) => {
+          event.preventDefault();
+          this.submit();
+        },
+      },
+      h("div", { class: "rest" }, ...sections(this.form, schema, catalog, this.level.element, this.data)),
+      side,
+    );
   }
 
   start() {
@@ -118,7 +125,9 @@ class Submission {
     if (this.data.dataset.source !== source) {
       this.data.dataset.source = source;
       form.forget("data");
-      const members = schema.plain(schema.root.properties.data).oneOf.map((/** @type {any} */ each) => schema.plain(each).properties.source.const);
+      const members = schema
+        .plain(schema.root.properties.data)
+        .oneOf.map((/** @type {any} */ each) => schema.plain(each).properties.source.const);
       const rest = form.fields("data", schema.root.properties.data, document?.data ?? {}, new Set(["data.source"]));
       fill(this.data, form.field("data.source", { type: "string", default: "text" }, { options: members }), rest);
     }
@@ -145,8 +154,17 @@ class Submission {
       const valid = await send("/v1/jobs/validate", this.document, { signal: this.signal });
       if (version !== this.#version) return;
       this.form.complain([]);
+      const recipe = valid.recipe ? `; ${valid.recipe.scaling} scaling of FP8` : "";
       const parameters = valid.num_parameters === null ? "" : `${compact(valid.num_parameters)} parameters, `;
-      fill(this.result, h("p", { class: "good" }, "✓ It can run. "), h("p", { class: "muted" }, `${parameters}${count(valid.tokens_per_step)} tokens a step in micro-batches of ${valid.micro_batch_size}${valid.recipe ? `; ${valid.recipe.scaling} scaling of FP8` : ""}.`));
+      fill(
+        this.result,
+        h("p", { class: "good" }, "✓ It can run. "),
+        h(
+          "p",
+          { class: "muted" },
+          `${parameters}${count(valid.tokens_per_step)} tokens a step in micro-batches of ${valid.micro_batch_size}${recipe}.`,
+        ),
+      );
       this.button.disabled = false;
     } catch (error) {
       if (version === this.#version && !this.signal.aborted) this.#complain(error);
@@ -157,7 +175,14 @@ class Submission {
   #complain(error) {
     const errors = /** @type {{errors?: any[]}} */ (error).errors ?? [];
     const rest = this.form.complain(errors);
-    const words = rest.length || !errors.length ? problem(Object.assign(/** @type {any} */ (error), { errors: rest.length > 1 ? rest : [] })) : h("p", { class: "bad" }, `${errors.length === 1 ? "One field needs" : `${errors.length} fields need`} another value.`);
+    const words =
+      rest.length || !errors.length
+        ? problem(Object.assign(/** @type {any} */ (error), { errors: rest.length > 1 ? rest : [] }))
+        : h(
+            "p",
+            { class: "bad" },
+            `${errors.length === 1 ? "One field needs" : `${errors.length} fields need`} another value.`,
+          );
     fill(this.result, words);
   }
 
@@ -177,4 +202,3 @@ class Submission {
 
 /** Draw a random word. randomUUID is missing on a page over plain HTTP from another machine. */
 const secret = () => [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
-
