@@ -9,7 +9,7 @@ from pydantic import Field
 
 from octet.api_schemas.base import Contract
 
-MAX_BUCKETS = 1000
+MAX_BUCKETS = 800
 MAX_BUCKETS_OF_A_WIDTH = 10_000
 
 Column = tuple[float | None, ...]

@@ -1,4 +1,4 @@
-"""What rank 0 measures of a job while it runs (`GET /v1/jobs/{id}/measurements`): its size, its memory, its worst layers."""
+"""Measurements of a job by its rank 0, while it runs: size, memory and worst layers (`GET /v1/jobs/{id}/measurements`)."""
 
 from typing import Annotated, Literal
 
@@ -24,7 +24,7 @@ class MemoryBytes(Contract):
 
 
 class LayerHealth(Contract):
-    """How well FP8 holds one operand of one layer, in the last step that took a sample."""
+    """A sample of how well FP8 holds one operand of one layer, in the last step that took one."""
 
     layer: str = Field(max_length=512)
     operand: Literal["input", "weight", "grad_output"]

@@ -12,6 +12,7 @@ from fastapi import Depends, FastAPI, Response
 from fastapi import Request as HttpRequest
 
 from octet.api_schemas import Problem
+from octet.service import page
 from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
 from octet.service.deps import AppContext, require_api_key
@@ -24,8 +25,7 @@ from octet.service.jobs.admission import Admission
 from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.rows import Sparklines
 from octet.service.jobs.submissions import Shown, Submissions
-from octet.service.page import mount
-from octet.service.routes import catalog, files, jobs, operations, prometheus, records, rows
+from octet.service.routes import catalog, curves, files, jobs, operations, prometheus, records, rows, stream
 from octet.service.routes.job_views import shown_submissions
 from octet.service.scheduling.places import QueuePlaces
 from octet.service.settings import Settings
@@ -80,18 +80,10 @@ def create_app(
     app.state.streams = streams
     app.state.ingest = ingest
     app.router.routes.append(route_to(ingest))
-    for router in (
-        rows.router,
-        jobs.router,
-        records.router,
-        files.router,
-        catalog.router,
-        operations.router,
-        prometheus.router,
-    ):
-        app.include_router(router, dependencies=[require_api_key], responses=answers(401))
+    for part in (rows, stream, jobs, records, curves, files, catalog, operations, prometheus):
+        app.include_router(part.router, dependencies=[require_api_key], responses=answers(401))
     app.include_router(operations.health)
-    mount(app.router)
+    page.mount(app.router)
     install(app)
     app.add_middleware(LimitBodies, settings=settings, verify_token=ingest.tokens.verify)
     if settings.is_for_this_machine:

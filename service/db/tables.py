@@ -215,7 +215,7 @@ class EvaluationRow(Base):
 
 
 class MeasurementRow(Base):
-    """What rank 0 last measured of a job: its size, the bytes that it holds, and how well FP8 holds its worst layers."""
+    """The last measurements of a job by its rank 0: its size, the bytes that it holds, and its worst layers in FP8."""
 
     __tablename__ = "measurements"
 

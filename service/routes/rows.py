@@ -21,7 +21,7 @@ router = APIRouter(prefix="/v1", tags=["jobs"])
 _TEXT = r"^[^\x00-\x1f\x7f]*$"
 _JOB_ID = r"^job_[0-7][0-9a-hjkmnp-tv-z]{25}$"
 _Label = Annotated[str, Field(max_length=321, pattern=r"^[^:\x00-\x1f\x7f]+:[^\x00-\x1f\x7f]*$")]
-_Id = Annotated[str, Field(pattern=_JOB_ID)]
+JobIdText = Annotated[str, Field(pattern=_JOB_ID)]
 
 
 class RowsQuery(Contract):
@@ -29,7 +29,7 @@ class RowsQuery(Contract):
 
     limit: int = Field(default=50, ge=1, le=100)
     offset: int = Field(default=0, ge=0, le=10_000_000, description="skip so many; a page may begin anywhere")
-    after: _Id | None = Field(default=None, description="begin behind this job, in the same order")
+    after: JobIdText | None = Field(default=None, description="begin behind this job, in the same order")
     sort: RowOrder = Field(default="-created", description="newest first, oldest first, by name, or the best evaluation first")
     q: str | None = Field(default=None, min_length=1, max_length=100, pattern=_TEXT, description="a part of the name")
     state: tuple[JobState, ...] = Field(default=(), max_length=16, description="repeat it for several")
@@ -37,7 +37,7 @@ class RowsQuery(Contract):
     pool: str | None = Field(default=None, max_length=32, pattern=_TEXT)
     tenant: str | None = Field(default=None, max_length=32, pattern=_TEXT, description="a key with a name sees its own only")
     label: tuple[_Label, ...] = Field(default=(), max_length=16, description="key:value; repeated, all must match")
-    id: tuple[_Id, ...] = Field(default=(), max_length=100, description="only these jobs")
+    id: tuple[JobIdText, ...] = Field(default=(), max_length=100, description="only these jobs")
 
     def filter_for(self, tenant: str | None) -> RowFilter:
         """Return the filter for a caller who sees the jobs of one tenant, or of all (None). Raises InvalidRequest."""
