@@ -112,25 +112,20 @@ export class Form {
     }
   }
 
-  /** Show errors at their fields; returns those that have none. @param {{field: string, message: string}[]} errors */
+  /** Show errors at their fields, and open what hides these. @param {{field: string, message: string}[]} errors */
   complain(errors) {
-    const rest = [];
     for (const { input, note } of this.#fields.values()) {
       fill(note);
       mark(input, "aria-invalid", null);
     }
     for (const error of errors) {
       const found = this.#fields.get(error.field);
-      if (!found) {
-        rest.push(error);
-        continue;
-      }
+      if (!found) continue;
       fill(found.note, error.message);
       mark(found.input, "aria-invalid", "true");
       for (let around = found.input.closest("details"); around; around = around.parentElement?.closest("details") ?? null)
         around.open = true;
     }
-    return rest;
   }
 
   /** Forget the fields below a path, which are about to be built again. @param {string} path */

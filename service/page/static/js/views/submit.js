@@ -173,17 +173,8 @@ class Submission {
 
   /** @param {unknown} error */
   #complain(error) {
-    const errors = /** @type {{errors?: any[]}} */ (error).errors ?? [];
-    const rest = this.form.complain(errors);
-    const words =
-      rest.length || !errors.length
-        ? problem(Object.assign(/** @type {any} */ (error), { errors: rest.length > 1 ? rest : [] }))
-        : h(
-            "p",
-            { class: "bad" },
-            `${errors.length === 1 ? "One field needs" : `${errors.length} fields need`} another value.`,
-          );
-    fill(this.result, words);
+    this.form.complain(/** @type {{errors?: any[]}} */ (error).errors ?? []);
+    fill(this.result, problem(error));
   }
 
   /** Send it. The key is the document's own, so a second send is the same job. */
