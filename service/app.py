@@ -25,7 +25,7 @@ from octet.service.jobs.admission import Admission
 from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.rows import Sparklines
 from octet.service.jobs.submissions import Shown, Submissions
-from octet.service.routes import catalog, curves, files, jobs, operations, prometheus, records, rows, stream
+from octet.service.routes import catalog, curves, files, jobs, operations, prometheus, records, reference, rows, stream
 from octet.service.routes.job_views import shown_submissions
 from octet.service.scheduling.places import QueuePlaces
 from octet.service.settings import Settings
@@ -83,6 +83,7 @@ def create_app(
     for part in (rows, stream, jobs, records, curves, files, catalog, operations, prometheus):
         app.include_router(part.router, dependencies=[require_api_key], responses=answers(401))
     app.include_router(operations.health)
+    app.include_router(reference.router)
     page.mount(app.router)
     install(app)
     app.add_middleware(LimitBodies, settings=settings, verify_token=ingest.tokens.verify)

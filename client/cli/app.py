@@ -11,8 +11,9 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from octet.client.cli import data, demo, imports, jobs, results, server, show
-from octet.client.cli.options import exit_status
+from octet.client.cli import data, demo, imports, jobs, results, server, show, support
+from octet.client.cli.options import DEFAULT_URL, Url, exit_status
+from octet.client.cli.overview import show_overview
 from octet.client.errors import OctetError
 from octet.client.terminal import Terminal
 
@@ -33,12 +34,12 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         name="octet",
         cls=_Commands,
-        help="FP8 training as a service.",
-        no_args_is_help=True,
+        help="FP8 training as a service. Without a command: what is going on.",
+        invoke_without_command=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for module in (server, demo, jobs, show, results):
+    for module in (server, demo, jobs, show, results, support):
         for name, command in module.COMMANDS.items():
             app.command(name)(command)
     app.command("version")(version)
@@ -70,11 +71,15 @@ def _show_version(is_wanted: bool) -> None:
 
 
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    url: Url = DEFAULT_URL,
 ) -> None:
-    """FP8 training as a service."""
+    """FP8 training as a service. Without a command: what is going on."""
+    if context.invoked_subcommand is None:
+        show_overview(url)
 
 
 def main() -> None:

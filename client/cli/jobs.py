@@ -19,6 +19,7 @@ from octet.client.cli.options import (
     Url,
     connect,
     find_job,
+    find_to_read,
 )
 from octet.client.job_file import apply_settings, check_spec, load_job_file
 from octet.client.render import job_details
@@ -54,7 +55,7 @@ def submit(
 def watch(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show a job's progress until it is over; exit 0 if it succeeds."""
     with connect(url) as client:
-        job = find_job(client, job_id)  # a wrong id or URL fails at once; later, a server that is away is waited for
+        job = find_to_read(client, job_id)  # a wrong id or URL fails at once; later, a server that is away is waited for
         _see_through(client, job.id, Terminal(), as_json)
 
 

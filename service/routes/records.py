@@ -9,6 +9,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import Attempt, Checkpoint, Contract, Event, LogLine, MetricPoint, Page, Violation
+from octet.api_schemas.measured import Measurements
 from octet.service import store
 from octet.service.deps import AppContextDep, JobIdDep, VisibleTenantDep, context_of, visible_tenant
 from octet.service.errors import InvalidRequest, NotFound
@@ -73,6 +74,21 @@ def metrics(
         _require_job(session, job_id, tenant)
         points = [views.metric_point(row) for row in store.curves.points_after(session, job_id, after, limit + 1)]
     return page_of(points, limit, lambda point: str(point.step))
+
+
+@router.get("/measurements", operation_id="get_measurements", responses=answers(404, 422))
+def measurements(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> Measurements:
+    """Parameters, converted layers, memory by class beside that of fp32, and the layers that FP8 holds worst.
+
+    404 before the start. They are those of rank 0, as it last reported them: memory after the first step,
+    layers whenever a step was sampled.
+    """
+    with context.database.read() as session:
+        _require_job(session, job_id, tenant)
+        row = store.records.find_measurements(session, job_id)
+        if row is None:
+            raise NotFound(f"job {job_id} has not started; it is measured from then on")
+        return Measurements.read_stored({name: getattr(row, name) for name in Measurements.model_fields if name != "object"})
 
 
 @router.get("/checkpoints", operation_id="list_checkpoints", responses=answers(404, 422))

@@ -19,11 +19,14 @@ from octet.api_schemas import (
     JobSpec,
     JobSummary,
     LogReport,
+    MeasuredReport,
     PhaseReport,
     PoolConfig,
     StartedReport,
     StepReport,
 )
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.measured import LayerHealth, MemoryBytes
 from octet.service.cluster.fake import FakeLauncher
 from octet.service.db.engine import Database
 from octet.service.settings import Settings
@@ -87,7 +90,35 @@ def begin(world: World, job_id: str, *, resumed_from_step: int = 0) -> Rank:
     )
     world.clock.turn(0.6)
     rank.send(PhaseReport(phase="first_step"))
+    rank.send(MeasuredReport(step=1, memory=memory_of(world.job(job_id).spec.precision.level)))
     return rank
+
+
+def memory_of(level: str) -> MemoryBytes:
+    """What gpt-tiny holds at a level, about."""
+    share = LEVELS[level].bytes_per_parameter / 16
+    fp32 = {"weights": 3_435_520, "gradients": 3_435_520, "exp_avg": 3_435_520, "exp_avg_sq": 3_435_520}
+    factors = {"weights": share, "gradients": share, "exp_avg": share**1.5, "exp_avg_sq": share}
+    held = {name: round(size * factors[name]) for name, size in fp32.items()} | {"scales": 4_200, "master_weights": 0}
+    return MemoryBytes(held=held, fp32=fp32, host=0, peak=None)
+
+
+def layers(step: int) -> tuple[LayerHealth, ...]:
+    """The worst layers of FP8."""
+    names = ("blocks.3.mlp.down", "blocks.0.attention.qkv", "blocks.2.mlp.up", "head.proj")
+    return tuple(
+        LayerHealth(
+            layer=name,
+            operand=operand,
+            step=step,
+            amax=1.5 * place + 2.1,
+            dequant_scale=0.004,
+            overflow_ratio=1e-5 * place,
+            underflow_ratio=4e-4 * (5 - place),
+            sqnr_db=24.5 + 1.7 * place,
+        )
+        for place, (name, operand) in enumerate(zip(names, ("grad_output", "input", "weight", "input"), strict=True))
+    )
 
 
 def train(world: World, rank: Rank, steps: Sequence[int], *, seed: int = 0, floor: float = 1.9) -> None:
@@ -115,6 +146,8 @@ def train(world: World, rank: Rank, steps: Sequence[int], *, seed: int = 0, floo
             bodies.append(
                 CheckpointReport(step=step, name=f"step_{step:010d}", num_bytes=5_324_800, sha256="5" * 64, loss=loss)
             )
+        if step % 50 == 0:
+            bodies.append(MeasuredReport(step=step, layers=layers(step)))
         if step % 50 == 0 or step == steps[-1]:
             rank.send(*bodies)
             bodies.clear()

@@ -37,7 +37,9 @@ def name_of(path: Path) -> str:
 
 def layer_of(name: str) -> int:
     (found,) = [
-        place for place, layer in enumerate(LAYERS) if any(name == each or (each[-1] == "/" and name.startswith(each)) for each in layer)
+        place
+        for place, layer in enumerate(LAYERS)
+        if any(name == each or (each[-1] == "/" and name.startswith(each)) for each in layer)
     ]
     return found
 
@@ -58,7 +60,9 @@ def test_a_module_is_short_and_imports_downwards(path: Path) -> None:
 def test_no_import_leads_to_another_host_or_a_package() -> None:
     sources = [each for path in MODULES for each in re.findall(r'(?: from |\bimport\()"([^"\n]+)"', path.read_text())]
     assert sources
-    assert [each for each in sources if not each.startswith("./") and not each.startswith("../") and each != "octet-types"] == []
+    assert [
+        each for each in sources if not each.startswith("./") and not each.startswith("../") and each != "octet-types"
+    ] == []
     foreign = re.compile(r"https?://(?!www\.w3\.org/2000/svg)")
     assert [path.name for path in STATIC.rglob("*.*") if foreign.search(path.read_text())] == []
 
@@ -86,7 +90,11 @@ def test_assets_are_kept_for_good_and_only_at_their_version(client: TestClient) 
     answer = client.get(script)
     assert answer.headers["content-type"] == "text/javascript; charset=utf-8"
     assert "immutable" in answer.headers["cache-control"]
-    for other in (script.replace(script[8:20], "0" * 12), script.replace("main.js", "../../../app.py"), f"{script[:20]}/index.html"):
+    for other in (
+        script.replace(script[8:20], "0" * 12),
+        script.replace("main.js", "../../../app.py"),
+        f"{script[:20]}/index.html",
+    ):
         assert client.get(other).status_code == 404
 
 

@@ -15,6 +15,7 @@ NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 COMMANDS = {
     "serve", "api", "dispatcher", "demo", "submit", "validate", "watch", "cancel", "list", "show", "logs", "events", "metrics",
     "checkpoints", "download", "export", "attempts", "models", "levels", "pools", "version",
+    "doctor", "debug",
 }  # fmt: skip
 
 
@@ -38,9 +39,12 @@ def test_help_names_every_command() -> None:
 
 def test_version() -> None:
     assert octet("version").stdout == "0.1.0\n"
+    assert octet("--version").stdout == "octet 0.1.0\n"
 
 
-@pytest.mark.parametrize("command", ["list", "models", "levels", "show x", "logs -f x", "cancel x", "watch x"])
+@pytest.mark.parametrize(
+    "command", ["", "list", "models", "levels", "show x", "logs -f x", "cancel x", "watch x", "metrics x y", "debug x"]
+)
 def test_no_server_is_status_3_on_stderr(command: str) -> None:
     shown = octet(*command.split(), "--url", NOBODY)
     assert shown.exit_code == 3
@@ -60,6 +64,9 @@ def test_the_url_comes_from_the_environment() -> None:
         ["show"],
         ["list", "--state", "asleep"],
         ["list", "--limit", "0"],
+        ["list", "--limit", "101"],
+        ["list", "--page", "0"],
+        ["metrics", "x", "y", "--json"],
         ["list", "--url", "localhost:8000"],
         ["logs", "x", "--rank", "-1"],
         ["submit", "/does/not/exist.yaml"],
