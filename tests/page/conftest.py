@@ -139,7 +139,7 @@ def context(chromium: "Browser", errors: list[str]) -> "Iterator[BrowserContext]
     made.route("**/*", only_here)
     made.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     made.on("weberror", lambda error: errors.append(str(error.error)))
-    made.set_default_timeout(60_000)
+    made.set_default_timeout(20_000)
     yield made
     made.close()
     assert errors == []

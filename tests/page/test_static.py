@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from octet.service.app import create_app
 from octet.service.page import STATIC
 from tests.page.stage import stage
