@@ -5,6 +5,7 @@ Each test fails on an error of the page's console, on a violation of its policy,
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from octet.service.settings import Settings
+from tests.kit.waiting import LONG_S
 from tests.page.stage import furnish, stage
 from tests.service.conftest import fast_dir
 from tests.service.serving import serving
@@ -137,7 +139,17 @@ def context(chromium: "Browser", errors: list[str]) -> "Iterator[BrowserContext]
             route.abort()
 
     made.route("**/*", only_here)
-    made.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+
+    def said(message: Any) -> None:
+        if message.type == "error" and not message.text.startswith("Failed to load resource"):
+            errors.append(message.text)
+
+    def answered(answer: Any) -> None:
+        if answer.status >= 400 and "/v1/" not in answer.url and "/readyz" not in answer.url:
+            errors.append(f"{answer.status} for {answer.url}")
+
+    made.on("console", said)
+    made.on("response", answered)
     made.on("weberror", lambda error: errors.append(str(error.error)))
     made.set_default_timeout(20_000)
     yield made
@@ -155,3 +167,11 @@ def ready(page: "Page", url: str) -> "Page":
     page.goto(url)
     page.wait_for_selector("main[aria-busy=false]")
     return page
+
+
+def until(page: "Page", expression: str) -> None:
+    """Wait until an expression of JavaScript is true. Playwright's own wait would need `unsafe-eval` of the policy."""
+    deadline = time.monotonic() + LONG_S
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, expression
+        page.wait_for_timeout(20)

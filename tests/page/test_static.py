@@ -19,11 +19,11 @@ LAYERS = (
     ("views/",),
     ("joblist", "timeline", "logs", "judge", "actions"),
     ("curve", "form", "rows", "chart/"),
-    ("schema", "requests", "shell"),
+    ("schema", "requests", "shell", "measured"),
     ("main", "live", "yaml"),
     ("api", "levels", "stream", "stream-worker"),
     ("figures",),
-    ("format", "dom", "theme"),
+    ("format", "dom", "theme", "pace"),
 )
 """A module imports from its own layer and those below. What is imported while the page runs may come from any."""
 POLICY = (

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from octet.client.text import num_bytes, number
-from tests.page.conftest import Site, ready
+from tests.kit.waiting import LONG_S
+from tests.page.conftest import Site, ready, until
 from tests.page.stage import HOSTILE, begin, submit, train
 
 if TYPE_CHECKING:
@@ -73,13 +74,13 @@ def test_the_list_shows_what_the_api_lists(page: "Page", site: Site) -> None:
 def test_filters_live_in_the_address(page: "Page", site: Site) -> None:
     ready(page, f"{site.url}/")
     page.get_by_role("button", name="Failed").click()
-    page.wait_for_function("document.querySelectorAll('.row').length === 1")
+    until(page, "document.querySelectorAll('.row').length === 1")
     assert "state=failed" in page.url
     page.get_by_label("Search", exact=True).fill("no such job")
     page.get_by_text("No job matches").wait_for()
     assert "“no such job”, failed" in page.locator(".empty").inner_text()
     page.get_by_role("link", name="Show all jobs").click()
-    page.wait_for_function("document.querySelectorAll('.row').length > 5")
+    until(page, "document.querySelectorAll('.row').length > 5")
     ready(page, f"{site.url}/?q=tiny-o&level=O3")
     assert names(page) == ["gpt-tiny-O3"]
     assert page.get_by_label("Level", exact=True).input_value() == "O3"
@@ -99,14 +100,14 @@ def test_everything_can_be_done_by_keys(page: "Page", own_site: Callable[..., Si
         page.keyboard.press("Control+a")
         page.keyboard.type(name)
         page.get_by_text("It can run").wait_for()
-        page.wait_for_function("!document.querySelector('button[type=submit]').disabled")
+        until(page, "!document.querySelector('button[type=submit]').disabled")
         page.keyboard.press("Enter")
         page.wait_for_url("**/jobs/job_*")
         page.locator("h1", has_text=name).wait_for()
         press(page, "g", "s")
         page.wait_for_selector("#field-name")
     press(page, "g", "j")
-    page.wait_for_function("document.querySelectorAll('.row').length === 2")
+    until(page, "document.querySelectorAll('.row').length === 2")
     page.wait_for_selector("#connection[data-state=live]")
     press(page, "j", "x", "j", "x", "c")
     page.wait_for_url("**/compare?jobs=*,*")
@@ -135,9 +136,9 @@ def test_figures_are_those_of_the_api(page: "Page", site: Site, name: str) -> No
     job_id = site.jobs[name]
     ready(page, site.job(name))
     page.wait_for_selector("#connection[data-state=live]")
-    api = httpx.Client(base_url=f"{site.url}/v1/jobs/{job_id}")
-    job, points = api.get("").json(), api.get("/metrics").json()["data"]
-    measured = api.get("/measurements").json()
+    api = f"{site.url}/v1/jobs/{job_id}"
+    job, points = httpx.get(api).json(), httpx.get(f"{api}/metrics").json()["data"]
+    measured = httpx.get(f"{api}/measurements").json()
     assert fact(page, "Step") == str(points[-1]["step"])
     assert fact(page, "Loss") == number(points[-1]["loss"]) == number(job["progress"]["loss"])
     assert fact(page, "Best evaluation") == number(min(each["evaluation_loss"] for each in points if each["evaluation_loss"]))
@@ -165,9 +166,7 @@ def test_a_label_says_what_is_under_the_cursor(page: "Page", site: Site) -> None
     for key, step in (("Home", 1), ("ArrowRight", 2), ("End", 200), ("ArrowLeft", 199)):
         page.keyboard.press(key)
         expected = f"At step {step}: training {number(points[step - 1]['loss'])}"
-        page.wait_for_function(
-            "text => document.querySelector('canvas').getAttribute('aria-label').includes(text)", arg=expected
-        )
+        until(page, "text => document.querySelector('canvas').getAttribute('aria-label').includes(text)", arg=expected)
 
 
 def test_zoom_axis_and_smoothing_live_in_the_address(page: "Page", site: Site) -> None:
@@ -181,19 +180,19 @@ def test_zoom_axis_and_smoothing_live_in_the_address(page: "Page", site: Site) -
     page.mouse.up()
     page.wait_for_url("**zoom=*")
     page.get_by_label("Smoothing").select_option("50")
-    page.get_by_label("log").check()
+    page.get_by_role("checkbox", name="log").check()
     page.wait_for_url("**log=1*")
     query = page.url.partition("?")[2]
     assert "smooth=50" in query
     ready(page, page.url)
     assert page.get_by_role("button", name="Whole curve").is_visible()
-    assert page.get_by_label("log").is_checked()
+    assert page.get_by_role("checkbox", name="log").is_checked()
     canvas.focus()
     page.keyboard.press("Escape")
-    page.wait_for_function("!location.search.includes('zoom')")
+    until(page, "!location.search.includes('zoom')")
     page.get_by_label("Horizontal axis").select_option("tokens")
     page.wait_for_url("**x=tokens*")
-    page.wait_for_function("document.querySelector('canvas').getAttribute('aria-label').includes('At tokens 819k')")
+    until(page, "document.querySelector('canvas').getAttribute('aria-label').includes('At tokens 819k')")
 
 
 def test_markup_in_logs_events_and_names_is_text(page: "Page", site: Site) -> None:
@@ -215,7 +214,7 @@ def test_a_view_never_shows_the_one_before(page: "Page", site: Site) -> None:
     assert page.locator(".row, .facts, .notice").count() == 0
     page.unroute_all(behavior="ignoreErrors")
     page.go_back()
-    page.wait_for_function("document.querySelectorAll('.row').length === 3")
+    until(page, "document.querySelectorAll('.row').length === 3")
     assert page.get_by_label("Search", exact=True).input_value() == "gpt-tiny-O"
 
 
@@ -228,7 +227,7 @@ def test_a_comparison_judges_by_the_last_common_evaluation(page: "Page", site: S
     assert f"At step 200 the evaluation loss of gpt-tiny-O2 is {other - base:.4f}" in verdict
     assert "above gpt-tiny-fp32" in verdict
     assert "precision.level" in page.locator("[aria-label='Fields that differ']").inner_text()
-    page.get_by_label("Baseline").select_option(label="baseline: gpt-tiny-O2")
+    page.get_by_label("Baseline", exact=True).select_option(label="baseline: gpt-tiny-O2")
     page.wait_for_url(f"**base={chosen[1]}*")
     page.locator(".verdicts", has_text="below gpt-tiny-O2").wait_for()
     page.get_by_role("button", name="Remove gpt-tiny-O2").click()
@@ -263,10 +262,10 @@ def test_a_form_and_its_job_file_are_one(page: "Page", own_site: Callable[..., S
     page.locator(".result", has_text="line 2").wait_for()
 
 
-def test_a_double_click_makes_one_job(page: "Page", own_site: Callable[..., Site], errors: list[str]) -> None:
+def test_a_double_click_makes_one_job(page: "Page", own_site: Callable[..., Site]) -> None:
     site = own_site()
     ready(page, f"{site.url}/submit")
-    page.wait_for_function("!document.querySelector('button[type=submit]').disabled")
+    until(page, "!document.querySelector('button[type=submit]').disabled")
     sent: list[str] = []
     page.on(
         "request", lambda request: sent.append(request.headers.get("idempotency-key", "")) if is_submission(request) else None
@@ -286,21 +285,20 @@ def test_a_double_click_makes_one_job(page: "Page", own_site: Callable[..., Site
     page.wait_for_selector("#yaml")
     page.get_by_text("It can run").wait_for()
     page.locator("button[type=submit]").click()
-    page.wait_for_function("document.querySelector('h1')?.textContent.includes('my-first-job')")
+    until(page, "document.querySelector('h1')?.textContent.includes('my-first-job')")
     first, second = [httpx.get(f"{site.url}/v1/jobs").json()["data"][place]["spec"] for place in (0, 1)]
     assert first == second
-    errors.clear()  # a name that waits for its data is refused with 422 while it is checked
 
 
 def is_submission(request: Any) -> bool:
     return bool(request.method == "POST" and request.url.endswith("/v1/jobs"))
 
 
-def test_keys_stay_in_the_tab_and_tenants_apart(page: "Page", own_site: Callable[..., Site], errors: list[str]) -> None:
+def test_keys_stay_in_the_tab_and_tenants_apart(page: "Page", own_site: Callable[..., Site]) -> None:
     site = own_site(**KEYS)
     headers = {name: {"Authorization": f"Bearer {name}-key-0123456789"} for name in ("blue", "red")}
     body = site.world.spec.model_dump(mode="json") | {"data": {"path": "/usr/share/doc"}, "name": "blue-job"}
-    job = httpx.post(f"{site.url}/v1/jobs", json=body, headers=headers["blue"]).json()
+    job = httpx.post(f"{site.url}/v1/jobs", json=body, headers=headers["blue"], timeout=LONG_S).json()
     page.goto(f"{site.url}/")
     page.get_by_label("API key").fill("red-key-0123456789")
     page.keyboard.press("Enter")
@@ -317,19 +315,16 @@ def test_keys_stay_in_the_tab_and_tenants_apart(page: "Page", own_site: Callable
     stranger = page.context.new_page()
     stranger.goto(f"{site.url}/")
     stranger.get_by_label("API key").wait_for()
-    assert all("401" in each or "404" in each for each in errors)
-    errors.clear()
 
 
-def test_a_panel_that_fails_says_so_alone(page: "Page", site: Site, errors: list[str]) -> None:
+def test_a_panel_that_fails_says_so_alone(page: "Page", site: Site) -> None:
     page.route(
         re.compile(r"/checkpoints"), lambda route: route.fulfill(status=503, json={"title": "Not ready", "detail": "later"})
     )
     ready(page, site.job("gpt-tiny-O2"))
     page.locator(".panel:has(h2:text-is('Checkpoints')) [role=alert]", has_text="later").wait_for()
     assert fact(page, "Step") == "200"
-    assert page.locator(".events li").count() > 3
-    errors.clear()
+    page.locator(".events li").nth(3).wait_for()
 
 
 def test_a_narrow_window_shows_name_level_state_and_progress(page: "Page", site: Site) -> None:

@@ -1,11 +1,12 @@
 /** The cluster: pools, the queue in order with reasons, what runs where, and whether the service is well. */
 
 import { address, ask } from "../api.js";
-import { every, fill, h, panel, paced, problem } from "../dom.js";
+import { fill, h, panel, problem } from "../dom.js";
 import { bytes } from "../figures.js";
 import { age, count } from "../format.js";
 import { badge, stateBadge } from "../levels.js";
 import { watch } from "../live.js";
+import { every, paced } from "../pace.js";
 import { grid } from "./job-more.js";
 
 /** @typedef {import("octet-types").Row} Row */

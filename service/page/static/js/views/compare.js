@@ -1,14 +1,15 @@
 /** Several jobs beside a baseline: a verdict, their curves, the differences, bytes and speed, and the fields that differ. */
 
-import { ask } from "../api.js";
+import { readJob } from "../measured.js";
 import { LineChart } from "../chart/line.js";
 import { Curve } from "../curve.js";
-import { every, fill, h, paced, panel, problem } from "../dom.js";
+import { fill, h, panel, problem } from "../dom.js";
 import { compact } from "../figures.js";
 import { count, duration, number } from "../format.js";
 import { badge, dash, hue } from "../levels.js";
 import { watch } from "../live.js";
 import { remember } from "../main.js";
+import { every, paced } from "../pace.js";
 import { differences, judge, smoothed, spread } from "../judge.js";
 import { chooser, MOST } from "./compare-choose.js";
 import { detail } from "./compare-more.js";
@@ -80,11 +81,7 @@ export async function show({ root, query, signal }) {
 
 /** @param {string} id @param {AbortSignal} signal @returns {Promise<Compared>} */
 async function compared(id, signal) {
-  const [job, curve, measured] = await Promise.all([
-    ask(`/v1/jobs/${id}`, { signal }),
-    new Curve(id, signal).load(),
-    ask(`/v1/jobs/${id}/measurements`, { signal }).catch(() => null),
-  ]);
+  const [[job, measured], curve] = await Promise.all([readJob(id, signal), new Curve(id, signal).load()]);
   return { job, curve, measured };
 }
 

@@ -2,11 +2,13 @@
 
 import { ask } from "../api.js";
 import { Curve } from "../curve.js";
-import { every, fill, h, mark, paced, say } from "../dom.js";
+import { fill, h, mark, say } from "../dom.js";
 import { between, bytes, clock } from "../figures.js";
 import { age, count, duration, number } from "../format.js";
 import { badge, isOver, stateBadge } from "../levels.js";
 import { watch } from "../live.js";
+import { readJob } from "../measured.js";
+import { every, paced } from "../pace.js";
 import { Curves } from "./curves.js";
 
 /** @typedef {import("octet-types").Job} Job */
@@ -19,7 +21,7 @@ import { Curves } from "./curves.js";
 /** @param {import("../main.js").Place} place */
 export async function show({ root, id, query, signal }) {
   const curve = new Curve(id, signal);
-  const [job, measured] = await Promise.all([ask(`/v1/jobs/${id}`, { signal }), measurements(id, signal), curve.load()]);
+  const [[job, measured]] = await Promise.all([readJob(id, signal), curve.load()]);
   /** @type {Shown} */
   const shown = { id, job, curve, measured, signal };
   document.title = `${job.name} · Octet`;
@@ -47,10 +49,7 @@ export async function show({ root, id, query, signal }) {
   redraw();
   const soon = paced(redraw, signal);
   const refresh = paced(async () => {
-    const [fresh, last] = await Promise.all([ask(`/v1/jobs/${id}`, { signal }), measurements(id, signal)]).catch(() => [
-      null,
-      null,
-    ]);
+    const [fresh, last] = await readJob(id, signal).catch(() => [null, null]);
     if (!fresh) return;
     [shown.job, shown.measured] = [fresh, last];
     soon();
@@ -76,9 +75,6 @@ export async function show({ root, id, query, signal }) {
     signal,
   );
 }
-
-/** @param {string} id @param {AbortSignal} signal @returns {Promise<Measurements | null>} */
-const measurements = (id, signal) => ask(`/v1/jobs/${id}/measurements`, { signal }).catch(() => null);
 
 /** Take what a row has, before the whole job is read again. @param {Shown} shown @param {import("octet-types").Row} row */
 function take(shown, row) {

@@ -3,9 +3,10 @@
  * job.
  */
 
-import { every, fill, h, paced } from "../dom.js";
+import { fill, h } from "../dom.js";
 import { watch } from "../live.js";
 import { go, remember } from "../main.js";
+import { every, paced } from "../pace.js";
 import { drawPools } from "./jobs.js";
 
 /** @typedef {import("../joblist.js").Jobs} Jobs */
