@@ -2,13 +2,14 @@
 PYTHON ?= python3
 # The program that understands docker-compose.yml.
 COMPOSE ?= docker compose
-# The index of PyTorch's CPU wheels, as pytorch.org's installation page names it. Only torch itself is taken from it.
+# An index to take torch from, in the place of the one that deploy/install_torch.py chooses by the machine.
 TORCH_INDEX_URL ?=
 VENV    := .venv
 BIN     := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 STAMP   := $(VENV)/.installed
-PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# On a terminal pip shows what it downloads, with sizes and progress.
+PIP     := $(BIN)/python -m pip install $(if $(shell test -t 2 && echo terminal),,--quiet) --disable-pip-version-check
 # The Triton that torch 2.11 on the GPU machines has: kernels are compiled by it too. It has a folder of its own, because torch in
 # .venv needs the pinned one.
 OTHER_TRITON := build/triton-3.6.0
@@ -16,13 +17,13 @@ OTHER_TRITON := build/triton-3.6.0
 .PHONY: install demo test test-system test-matrix test-parallel prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
-# What `octet serve` and `octet demo` run. torch comes first and alone, from TORCH_INDEX_URL if that is set. On Linux, PyPI's torch is
-# the CUDA build: with it .venv takes 5.7 GB, with a CPU build 1.3 GB. To change the build: make clean.
+# What `octet serve` and `octet demo` run. torch comes first and alone: the CPU build where the machine has no NVIDIA device. To change
+# the build: make clean.
 $(RUNTIME): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Octet needs Python 3.11 or later, got {sys.version.split()[0]}; set PYTHON=/path/to/python3.11")'
 	@test -d octet/worker || { echo "octet/worker is a file; allowed: a link to ../worker, as git has it. Run: git config core.symlinks true && git checkout -- octet"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --no-deps $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python deploy/install_torch.py --constraints constraints.txt --index-url "$(TORCH_INDEX_URL)"
 	$(PIP) --constraint constraints.txt --editable '.[service,worker]'
 	touch $@
 
@@ -33,8 +34,10 @@ $(STAMP): $(RUNTIME)
 
 install: $(STAMP)
 
+# STAY=1 leaves the server and its page up until Ctrl-C.
+STAY ?=
 demo: $(RUNTIME)
-	$(BIN)/octet demo
+	$(BIN)/octet demo $(if $(STAY),--stay)
 
 # Three processes on two cores: some tests of the service wait, while those of the kernels compute; each process more collects all tests
 # once more. A test that stands for a long matrix is here, the others of its matrix are in test-matrix. An empty PYTHONDONTWRITEBYTECODE lets the
