@@ -1,7 +1,8 @@
 """Install PyTorch into this Python's environment: the CPU build where the machine has no NVIDIA device, else pip's.
 
-The first step of `make install` and `make demo`. On Linux, PyPI's PyTorch is the CUDA build, four times as large. PyTorch has an
-index of its own for the CPU build, and uv knows its address. If it does not answer, pip installs torch from its own indexes.
+The first step of `make install` and `make demo`. On Linux, PyPI's PyTorch is the CUDA build, four times as large.
+PyTorch has an index of its own for the CPU build, and uv knows its address. If it does not answer, pip installs torch
+from its own indexes.
 """
 
 import argparse

@@ -42,9 +42,7 @@ def run_demo(terminal: Terminal, specs: Sequence[JobSpec], client: Client) -> bo
         return _compare(client, specs, terminal)
 
 
-def run_demo_on_own_server(
-    terminal: Terminal, specs: Sequence[JobSpec], *, data_dir: Path | None, stays: bool = False
-) -> bool:
+def run_demo_on_own_server(terminal: Terminal, specs: Sequence[JobSpec], *, data_dir: Path | None, stays: bool = False) -> bool:
     """Do the same on a server that is started before and stopped after. A temporary folder is kept on failure.
 
     stays: leave the server and its page up until Ctrl-C.

@@ -1,4 +1,4 @@
-"""The build of PyTorch follows the machine, and an index that does not answer is no obstacle. pip and uv only note their calls."""
+"""The build of PyTorch follows the machine, and an index that does not answer is no obstacle. pip and uv note their calls."""
 
 import json
 import os
@@ -63,9 +63,7 @@ def test_without_a_device_the_cpu_build_is_taken(machine: Machine, capsys: pytes
     assert "190 MB" in capsys.readouterr().out
 
 
-def test_an_index_that_does_not_answer_leaves_the_choice_to_pip(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_index_that_does_not_answer_leaves_the_choice_to_pip(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     machine.program("uv", 2)
     machine.install()
     assert [call[0] for call in machine.calls()] == ["pip", "uv", "pip"]
@@ -76,9 +74,7 @@ def test_an_index_that_does_not_answer_leaves_the_choice_to_pip(
 
 
 @pytest.mark.parametrize("sign", ["driver", "nvidia-smi"])
-def test_a_machine_with_a_device_gets_the_cuda_build(
-    machine: Machine, capsys: pytest.CaptureFixture[str], sign: str
-) -> None:
+def test_a_machine_with_a_device_gets_the_cuda_build(machine: Machine, capsys: pytest.CaptureFixture[str], sign: str) -> None:
     (machine.folder / sign).touch(mode=0o755)
     machine.install()
     (call,) = machine.calls()
