@@ -14,7 +14,7 @@ PIP     := $(BIN)/python -m pip install $(if $(shell test -t 2 && echo terminal)
 # .venv needs the pinned one.
 OTHER_TRITON := build/triton-3.6.0
 
-.PHONY: install demo test test-system test-matrix test-parallel prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
+.PHONY: install demo docs test test-system test-matrix test-parallel prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
 # What `octet serve` and `octet demo` run. torch comes first and alone: the CPU build where the machine has no NVIDIA device. To change
@@ -90,6 +90,13 @@ prometheus:
 dashboards: install prometheus
 	$(BIN)/python -m deploy.grafana.generate
 	$(BIN)/python -m tests.observability.draw
+
+# The site of docs/, with references made from docstrings, JSON schema and OpenAPI. A dead link or anchor is an error. Material for MkDocs
+# gets fixes until May 2027; Zensical, its successor, reads the same pages.
+docs: install
+	$(BIN)/python -m docs.site.prepare build/docs/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
+	@echo "Built build/docs/site. To read it: $(BIN)/python -m http.server --directory build/docs/site --bind 127.0.0.1 8080"
 
 lint: install
 	$(BIN)/ruff check .

@@ -32,6 +32,7 @@ EXAMPLE = "examples/gpt-tiny.yaml"
 STEPS = 2
 RUN_HERE = (
     r"\.venv/bin/octet (serve|submit|list|metrics|logs)\b.*",
+    r"printf .*",
     r"curl .*",
     r"\.venv/bin/torchrun .* -m octet\.worker .*",
     r"python3 -m pip install -q --no-index .*",
@@ -56,6 +57,9 @@ ELSEWHERE = {
     r"make test-matrix": Elsewhere("Makefile", "-m matrix"),
     r"make test-parallel": Elsewhere("Makefile", "tests/worker/parallel"),
     r"make install": Elsewhere("Makefile", "test: install"),
+    r"make docs": Elsewhere("tests/docs/test_site.py", '"docs.site.prepare"'),
+    r"pip install 'octet-fp8\[worker\]'": Elsewhere("tests/packaging/test_wheel.py", "pip install 'octet-fp8[worker]'"),
+    r"\.venv/bin/python examples/is_o2_safe/compare\.py .*": Elsewhere("tests/docs/test_tutorial.py", "compare.main()"),
     r"make fmt": Elsewhere("Makefile", "ruff format --check"),
     r"make snapshots": Elsewhere("tests/service/test_openapi.py", "OCTET_UPDATE_SNAPSHOTS"),
     r"make dashboards": Elsewhere("tests/observability/test_live.py", "def test_a_panel_has_data"),
