@@ -13,8 +13,10 @@ PIP     := $(BIN)/python -m pip install $(if $(shell test -t 2 && echo terminal)
 # The Triton that torch 2.11 on the GPU machines has: kernels are compiled by it too. It has a folder of its own, because torch in
 # .venv needs the pinned one.
 OTHER_TRITON := build/triton-3.6.0
+# Helm's own library, to render the chart: as large as 240 MB, so it is where the chart is checked alone.
+HELM := build/helm-python-sdk-0.2.2
 
-.PHONY: install demo docs test test-system test-matrix test-parallel prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
+.PHONY: install demo docs release release-check test test-system test-matrix test-parallel prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
 # What `octet serve` and `octet demo` run. torch comes first and alone: the CPU build where the machine has no NVIDIA device. To change
@@ -29,7 +31,7 @@ $(RUNTIME): pyproject.toml constraints.txt
 
 # The tools of lint, types and test as well, and torchao, which level `ao` needs.
 $(STAMP): $(RUNTIME)
-	$(PIP) --constraint constraints.txt --editable '.[service,worker,ao,dev]'
+	$(PIP) --constraint constraints.txt --editable '.[service,worker,ao,dev,release]'
 	touch $@
 
 install: $(STAMP)
@@ -48,7 +50,7 @@ test: install prometheus
 
 # The whole system: jobs through REST, Ray and ranks, README's own commands, every panel and alert over a live Prometheus,
 # kills; and all kernels compiled for Hopper.
-test-system: install prometheus
+test-system: install prometheus $(HELM)
 	$(BIN)/python -m pytest -n 4 --dist loadfile -m 'system and not matrix'
 
 # SIGKILL and SIGSTOP of every process at random instants from a seed, then the ledger of jobs; the seconds that each failure costs;
@@ -80,6 +82,10 @@ $(OTHER_TRITON): | install
 	$(PIP) --no-deps --target $@.part triton==$(patsubst build/triton-%,%,$@)
 	mv $@.part $@
 
+$(HELM): | install
+	$(PIP) --no-deps --target $@.part helm-python-sdk==$(patsubst build/helm-python-sdk-%,%,$@)
+	mv $@.part $@
+
 # The tests of metrics ask a real Prometheus. They are skipped where it cannot be installed; under CI=true they fail there.
 prometheus:
 	@command -v promtool >/dev/null || test "$$(id -u)" -ne 0 || ! command -v apt-get >/dev/null \
@@ -98,6 +104,15 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
 	@echo "Built build/docs/site. To read it: $(BIN)/python -m http.server --directory build/docs/site --bind 127.0.0.1 8080"
 
+# The files of a release into dist: git tag v0.1.0 && make release TAG=v0.1.0. release-check makes them from HEAD, without PyTorch's SBOM.
+TAG ?=
+release: install $(HELM)
+	$(BIN)/python deploy/release.py --tag "$(or $(TAG),$(error TAG is empty; allowed: a tag such as v0.1.0))" --out dist
+
+release-check: install $(HELM)
+	rm -rf build/release
+	$(BIN)/python deploy/release.py --out build/release --sbom "" --sbom service
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -111,9 +126,10 @@ fmt: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Rewrite the frozen surfaces: JSON schemas, the OpenAPI document, alerts for Kubernetes. Review the diff.
-snapshots: install
-	OCTET_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/api_schemas tests/service/test_openapi.py tests/deploy/test_kubernetes.py
+# Rewrite the frozen surfaces: JSON schemas, the OpenAPI document, the manifests of deploy/kubernetes. Review the diff.
+snapshots: install $(HELM)
+	OCTET_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/api_schemas tests/service/test_openapi.py
+	$(BIN)/python -m deploy.helm.render
 
 bench: install
 	$(BIN)/python -m benchmarks.optimizer_step

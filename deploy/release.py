@@ -1,4 +1,4 @@
-"""Make the files of a release from a tag: wheel, sdist, build context of the images, SBOMs, changes, checksums.
+"""Make the files of a release from a tag: wheel, sdist, images' build context, chart, SBOMs, changes, checksums.
 
     python deploy/release.py --tag v0.1.0 --out dist      the release; HEAD has to be the tag
     python deploy/release.py --out build/release          the same from HEAD, to see that it would work
@@ -65,6 +65,7 @@ def release(tag: str, out: Path, environments: Sequence[str]) -> None:
         source = Path(folder) / "source"
         export(source)
         run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
+        run(sys.executable, "-m", "deploy.helm.render", "--package", out, "--chart", source / "deploy/helm/octet")
         (wheel,) = out.glob("*.whl")
         for extras in environments:
             name = "-".join([NAME, version, *filter(None, extras.split(",")), "sbom.json"])

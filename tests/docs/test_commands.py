@@ -57,6 +57,7 @@ ELSEWHERE = {
     r"make test-matrix": Elsewhere("Makefile", "-m matrix"),
     r"make test-parallel": Elsewhere("Makefile", "tests/worker/parallel"),
     r"make install": Elsewhere("Makefile", "test: install"),
+    r"make release-check": Elsewhere("tests/packaging/test_release.py", "def test_the_files_of_a_release"),
     r"make docs": Elsewhere("tests/docs/test_site.py", '"docs.site.prepare"'),
     r"pip install 'octet-fp8\[worker\]'": Elsewhere("tests/packaging/test_wheel.py", "pip install 'octet-fp8[worker]'"),
     r"\.venv/bin/python examples/is_o2_safe/compare\.py .*": Elsewhere("tests/docs/test_tutorial.py", "compare.main()"),

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("api_schemas", "client", "service", "worker")
-PYTHONS = ("3.11", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13")
 WITHOUT_EXTRAS = {
     ("serve",): "pip install 'octet-fp8[service,worker]'",
     ("demo",): "pip install 'octet-fp8[service,worker]'",
