@@ -86,10 +86,10 @@ $(HELM): | install
 	$(PIP) --no-deps --target $@.part helm-python-sdk==$(patsubst build/helm-python-sdk-%,%,$@)
 	mv $@.part $@
 
-# The tests of metrics ask a real Prometheus. They are skipped where it cannot be installed; under CI=true they fail there.
+# The tests of metrics ask a real Prometheus and Alertmanager. They are skipped where these cannot be installed; under CI=true they fail there.
 prometheus:
-	@command -v promtool >/dev/null || test "$$(id -u)" -ne 0 || ! command -v apt-get >/dev/null \
-	  || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends prometheus; } \
+	@{ command -v promtool && command -v prometheus-alertmanager; } >/dev/null || test "$$(id -u)" -ne 0 || ! command -v apt-get >/dev/null \
+	  || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends prometheus prometheus-alertmanager; } \
 	  || echo "Prometheus could not be installed; see tests/observability/live.py"
 
 # Write the dashboards' JSON, and draw them from a live run into docs/dashboards.

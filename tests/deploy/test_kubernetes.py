@@ -156,7 +156,7 @@ def test_no_manifest_holds_a_secret() -> None:
 def test_images_are_ours_and_pinned() -> None:
     used = {container["image"] for pod in PODS for container in containers(pod)}
     (version,) = {service["image"].partition(":")[2] for service in COMPOSE.values() if service["image"].startswith("octet/")}
-    assert used == {f"octet/{name}:{version}" for name in ("control", "node", "node-cuda")}
+    assert used == {f"octet/control:{version}", f"octet/node:{version}", f"octet/node-cuda:{version}-cu130"}
 
 
 def test_worker_groups_are_the_pools() -> None:

@@ -74,7 +74,10 @@ ELSEWHERE = {
     r"octet submit examples/gpt-tiny\.yaml --watch": Elsewhere(_SMOKE, "examples/gpt-tiny.yaml", "Docker"),
     r"octet list": Elsewhere("README.md", ".venv/bin/octet list"),
     r"docker build .*": Elsewhere("docker-compose.yml", "dockerfile: deploy/docker/Dockerfile", "Docker"),
-    r"key=.*|kubectl .*": _CLUSTER,
+    r"prometheus=.*|kubectl .*": _CLUSTER,
+    r"helm upgrade .*": Elsewhere(
+        "tests/deploy/test_helm.py", "def test_what_it_renders_fits_the_schemas", "a Kubernetes cluster"
+    ),
     r"make test-gpu.*|make bench-gpu-kernels .*": Elsewhere("tests/benchmarks/test_gpu_benchmarks.py", '"--smoke"', "a GPU"),
     r"\.venv/bin/python examples/transformers/train\.py .*": Elsewhere(_EXAMPLES, "def test_trainer"),
     r"\.venv/bin/python examples/accelerate/train\.py .*": Elsewhere(_EXAMPLES, "def test_accelerate"),
