@@ -15,9 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jsonschema2md
-from openapidocs.mk.generate import generate_document
-
 ROOT = Path(__file__).parents[2]
 PAGES: Mapping[str, str] = {
     "CHANGELOG.md": "changelog.md",
@@ -96,6 +93,8 @@ def library() -> str:
 
 def job_file() -> str:
     """Return the page of a job's fields, from its JSON schema."""
+    import jsonschema2md
+
     schema: dict[str, Any] = json.loads((ROOT / "tests/api_schemas/schemas.json").read_text())["JobSpec"]
     schema["$defs"]["JsonValue"] = {"description": "Any JSON value."}  # an empty schema would get no entry to link to
     schema["title"] = "The job file"
@@ -105,6 +104,8 @@ def job_file() -> str:
 
 def api(folder: Path) -> str:
     """Return the page of the REST API, from the OpenAPI document: answers that are no problem, without internal routes."""
+    from openapidocs.mk.generate import generate_document
+
     document: dict[str, Any] = json.loads((ROOT / "tests/service/openapi.json").read_text())
     document["paths"] = {path: item for path, item in document["paths"].items() if not path.startswith("/internal/")}
     for item in document["paths"].values():

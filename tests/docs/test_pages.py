@@ -13,6 +13,7 @@ from tests.docs.blocks import DOCUMENTS, blocks
 EXECUTED = ("docs/own-loop.md", "docs/coming-from.md")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("document", EXECUTED)
 def test_the_python_blocks_of_a_page_run_in_order(document: str, tmp_path: Path) -> None:
     import torch

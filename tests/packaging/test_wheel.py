@@ -106,6 +106,21 @@ class TestInAnEmptyEnvironment:
         assert "Traceback" not in found.stderr
 
 
+@pytest.mark.system
+def test_the_service_runs_without_torch_on_the_newest_python(wheel: Path, tmp_path: Path) -> None:
+    """The control plane's processes load in an environment of the extra alone, and say what they miss in one sentence."""
+    programs = tmp_path / "environment" / "bin"
+    subprocess.run([interpreter(PYTHONS[-1]), "-m", "venv", programs.parent], check=True)
+    install = [programs / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, "--constraint", ROOT / "constraints.txt", f"{wheel}[service]"], check=True)
+    loaded = "import sys, octet.service.app, octet.service.processes.api; print('torch' in sys.modules)"
+    assert run(programs / "python", "-c", loaded, cwd=tmp_path).stdout == "False\n"
+    assert "octet-fp8[service,worker]" in run(programs / "octet", "serve", cwd=tmp_path, status=2).stderr
+    refused = run(programs / "octet", "api", cwd=tmp_path, status=2).stderr
+    assert "Traceback" not in refused
+    assert "database" in refused
+
+
 def run(program: Path, *arguments: str, cwd: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a program of the environment with nothing of this checkout in sight."""
     found = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, cwd=cwd, env={"COLUMNS": "200"})
