@@ -12,6 +12,7 @@ from fastapi import Depends, FastAPI, Response
 from fastapi import Request as HttpRequest
 
 from octet.api_schemas import Problem
+from octet.service import page
 from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
 from octet.service.deps import AppContext, require_api_key
@@ -83,6 +84,7 @@ def create_app(
         app.include_router(part.router, dependencies=[require_api_key], responses=answers(401))
     app.include_router(operations.health)
     app.include_router(reference.router)
+    page.mount(app.router)
     install(app)
     app.add_middleware(LimitBodies, settings=settings, verify_token=ingest.tokens.verify)
     if settings.is_for_this_machine:
