@@ -248,7 +248,10 @@ def columns_between(session: Session, job_id: str, after: int, until: int) -> Ge
     with session.connection().execute(query, execution_options={"yield_per": _PARTS_AT_ONCE}) as rows:
         for row in rows:
             columns = _columns(Part(*row))
-            yield columns.part(bisect_right(columns.step, after), bisect_right(columns.step, until))
+            if columns.step[0] > after and columns.step[-1] <= until:
+                yield columns
+            else:
+                yield columns.part(bisect_right(columns.step, after), bisect_right(columns.step, until))
 
 
 def ends(session: Session, job_id: str) -> tuple[int, int] | None:
