@@ -60,9 +60,11 @@ def with_training_preset(training: Any) -> Any:
     preset's numbers do not belong to it. A job that sets steps or epochs keeps its own length.
     """
     preset = training.get("preset") if isinstance(training, Mapping) else None
-    if not isinstance(preset, str) or preset not in TRAINING_PRESETS:
+    # By comparison: a document may have a list there, which no table takes as a key.
+    of_preset = next((fields for name, fields in TRAINING_PRESETS.items() if name == preset), None)
+    if of_preset is None:
         return training
-    merged = dict(TRAINING_PRESETS[preset])
+    merged = dict(of_preset)
     if training.get("steps") is not None or training.get("epochs") is not None:
         merged = {name: value for name, value in merged.items() if name not in ("steps", "epochs")}
     for name, default in (("optimizer", "adamw"), ("schedule", "cosine")):

@@ -44,9 +44,8 @@ class AugmentationSpec(Contract):
     @classmethod
     def _apply_preset(cls, document: Any) -> Any:
         preset = document.get("preset") if isinstance(document, Mapping) else None
-        if not isinstance(preset, str) or preset not in AUGMENTATION_PRESETS:
-            return document
-        return {**AUGMENTATION_PRESETS[preset], **document}
+        published = next((fields for name, fields in AUGMENTATION_PRESETS.items() if name == preset), None)
+        return document if published is None else {**published, **document}
 
     @model_validator(mode="after")
     def _numbers_have_an_effect(self) -> Self:

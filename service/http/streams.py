@@ -115,16 +115,17 @@ class _Feed:
     news: dict[Place, _News] = field(default_factory=dict)  # by `after`, oldest first
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def show(self, last: Place, is_over: bool, news: Sequence[_News], error: Exception | None = None) -> None:
-        """Wake the streams if there is something new."""
+    def show(self, last: Place, is_over: bool, news: Sequence[_News], error: Exception | None = None) -> bool:
+        """Wake the streams of this source alone, and return True, if there is something new."""
         if (last, is_over, error) == (self.last, self.is_over, None):
-            return
+            return False
         self.last, self.is_over, self.error = last, is_over, error
         self.news |= {each.after: each for each in news}
         while sum(len(each.text) for each in self.news.values()) > _KEPT_CHARACTERS:
             del self.news[next(iter(self.news))]
         self.changed.set()
         self.changed = asyncio.Event()
+        return True
 
 
 @dataclass(eq=False)
@@ -137,11 +138,13 @@ class _ListFeed:
     state: ListState | None = None
     error: Exception | None = None
 
-    def show(self, state: ListState, due_at: float) -> None:
-        """Take what was read. A list that has not changed stays the same object."""
+    def show(self, state: ListState, due_at: float) -> bool:
+        """Take what was read. Returns True if the list has changed; otherwise it stays the same object."""
         self.due_at, self.error = due_at, None
-        if state != self.state:
-            self.state = state
+        if state == self.state:
+            return False
+        self.state = state
+        return True
 
 
 class Streams:
@@ -267,17 +270,16 @@ class Streams:
                 states = await run_sync(self._look_at_lists, due, limiter=self._threads) if due else []
             except Exception as error:
                 logger.exception("the events of jobs cannot be read; their streams end")
-                for feed in feeds:
-                    feed.show(feed.last or 0, feed.is_over, (), error)
+                has_changed = [feed.show(feed.last or 0, feed.is_over, (), error) for feed in feeds]
                 for of_list in due:
                     of_list.error = error
+                    has_changed.append(True)
             else:
-                for feed, (last, is_over, news) in zip(feeds, shown, strict=True):
-                    feed.show(last, is_over, news)
-                for of_list, state in zip(due, states, strict=True):
-                    of_list.show(state, now + LIST_POLL_S)
+                has_changed = [feed.show(*each) for feed, each in zip(feeds, shown, strict=True)]
+                has_changed += [each.show(state, now + LIST_POLL_S) for each, state in zip(due, states, strict=True)]
             finally:
                 looked.set()
+            if any(has_changed):
                 self._changed.set()
                 self._changed = asyncio.Event()
             if all(feed.last is not None for feed in self._feeds.values()):

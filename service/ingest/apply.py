@@ -248,9 +248,9 @@ class _Reports:
     def _started(self, body: batches.StartedReport) -> None:
         self.attempt.node, self.attempt.device = body.node, body.device
         self.attempt.last_progress_at = self.now
-        attempts.started(self.session, self.job, self.attempt, self.now, body.resumed_from_step)
-        store.records.drop_after(self.session, self.job.id, body.resumed_from_step)
         counts = {name: getattr(body, name) for name in store.records.COUNTS}
+        attempts.started(self.session, self.job, self.attempt, self.now, body.resumed_from_step, dict(counts))
+        store.records.drop_after(self.session, self.job.id, body.resumed_from_step)
         store.records.put_size(self.session, self.job.id, self.attempt.id, self.now, body.resumed_from_step, counts)
         # Also where the spec says it: to read it there for each batch of steps takes as long as the rest of the query.
         self.job.steps = body.steps or self.job.spec["training"]["steps"]

@@ -86,15 +86,22 @@ def heard(session: Session, job: JobRow, attempt: AttemptRow, now: datetime) -> 
         launched(session, job, attempt, now)
 
 
-def started(session: Session, job: JobRow, attempt: AttemptRow, now: datetime, resumed_from_step: int) -> None:
-    """Note that the attempt trains, and with it the job."""
+def started(
+    session: Session,
+    job: JobRow,
+    attempt: AttemptRow,
+    now: datetime,
+    resumed_from_step: int,
+    facts: dict[str, JsonScalar] | None = None,
+) -> None:
+    """Note that the attempt trains, and with it the job. facts: what the event says of the model."""
     attempt.state = next_attempt_state(attempt.state, AttemptEvent.STARTED)
     attempt.resumed_from_step = resumed_from_step
     job.state = next_job_state(job.state, JobEvent.START)
     job.started_at = job.started_at or now
     where = f"after step {resumed_from_step}" if resumed_from_step else "from the beginning"
     message = f"attempt {attempt.epoch} trains {where} on {attempt.node} ({attempt.device})"
-    store.jobs.add_event(session, job, now, "attempt.started", message, attempt_id=attempt.id)
+    store.jobs.add_event(session, job, now, "attempt.started", message, attempt_id=attempt.id, data=facts)
     logger.info("job %s (%s) started: %s", job.id, job.name, message)
 
 

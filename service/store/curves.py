@@ -100,6 +100,19 @@ class Columns(NamedTuple):
     step_time_s: Sequence[float]
     data_wait_s: Sequence[float]
 
+    def part(self, begin: int, end: int) -> "Columns":
+        """Return the steps at places from `begin` up to `end`."""
+        return Columns(
+            self.step[begin:end],
+            self.at[begin:end],
+            self.tokens[begin:end],
+            self.loss[begin:end],
+            self.gradient_norm[begin:end],
+            self.learning_rate[begin:end],
+            self.step_time_s[begin:end],
+            self.data_wait_s[begin:end],
+        )
+
 
 class Evaluation(NamedTuple):
     """The evaluation after a step."""
@@ -235,9 +248,10 @@ def columns_between(session: Session, job_id: str, after: int, until: int) -> Ge
     with session.connection().execute(query, execution_options={"yield_per": _PARTS_AT_ONCE}) as rows:
         for row in rows:
             columns = _columns(Part(*row))
-            begin, end = bisect_right(columns.step, after), bisect_right(columns.step, until)
-            is_whole = (begin, end) == (0, len(columns.step))
-            yield columns if is_whole else Columns(*[column[begin:end] for column in columns])
+            if columns.step[0] > after and columns.step[-1] <= until:
+                yield columns
+            else:
+                yield columns.part(bisect_right(columns.step, after), bisect_right(columns.step, until))
 
 
 def ends(session: Session, job_id: str) -> tuple[int, int] | None:
@@ -266,8 +280,9 @@ def points_behind(session: Session, job_id: str, place: CurvePlace, limit: int) 
 
     Attempts that have started since dropped all steps after those that they resumed from, and begin there.
     """
-    since = (AttemptRow.job_id == job_id, AttemptRow.epoch > place.epoch, AttemptRow.resumed_from_step.is_not(None))
-    resumed = list(session.execute(select(AttemptRow.epoch, AttemptRow.resumed_from_step).where(*since)))
+    since = (AttemptRow.job_id == job_id, AttemptRow.epoch > place.epoch)
+    rows = session.execute(select(AttemptRow.epoch, AttemptRow.resumed_from_step).where(*since))
+    resumed = [(epoch, step) for epoch, step in rows if step is not None]
     epoch = max([place.epoch, *(epoch for epoch, _ in resumed)])
     after = min([place.step, *(step for _, step in resumed)])
     evaluated_after = min(place.evaluated, after)
@@ -275,7 +290,7 @@ def points_behind(session: Session, job_id: str, place: CurvePlace, limit: int) 
     num_left = limit
     with closing(columns_between(session, job_id, after, _LAST_STEP)) as read:
         for columns in read:
-            parts.append(Columns(*[column[:num_left] for column in columns]))
+            parts.append(columns.part(0, num_left))
             num_left -= len(parts[-1].step)
             if not num_left:
                 break

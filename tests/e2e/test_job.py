@@ -58,6 +58,12 @@ def test_a_job_runs_and_everything_about_it_comes_back(server: Server, spec_docu
     assert warmed_up_at is None  # nothing is compiled on a CPU
     assert all(earlier <= later for earlier, later in pairwise(moments))
     assert job.summary.memory_bytes["weights"] == 4 * job.summary.num_parameters
+    measured = server.client.measurements(job_id)
+    assert measured.memory is not None
+    assert measured.memory.held == job.summary.memory_bytes
+    assert measured.num_parameters == job.summary.num_parameters
+    curve = server.client.curve(job_id)
+    assert (curve.step, curve.evaluations.step) == ((1, 2, 3, 4, 5, 6), (3, 6))
     assert not re.search(r"/(numpy|pandas|pyarrow|torch|transformers)/", Path(f"/proc/{server.pid}/maps").read_text())
 
 

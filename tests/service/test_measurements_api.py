@@ -6,6 +6,7 @@ from fastapi.testclient import TestClient
 from octet.api_schemas import FailureReason, FinishedReport, MeasuredReport
 from octet.api_schemas.measured import LayerHealth, Measurements, MemoryBytes
 from octet.service.errors import InvalidRequest
+from octet.service.store.records import COUNTS
 from tests.service.world import World, step
 
 MEMORY = MemoryBytes(held={"weights": 10, "exp_avg": 5}, fp32={"weights": 40, "exp_avg": 20}, host=0, peak=None)
@@ -36,6 +37,7 @@ def test_measurements_are_shown_while_the_job_runs_and_after_it(client: TestClie
     world.dispatch()
     rank = world.rank_of(job_id)
     rank.begin()
+    assert world.events(job_id)[-1].data == dict.fromkeys(COUNTS[1:], 0) | {"num_parameters": 1000}
     shown = measurements(client, job_id)
     assert (shown.num_parameters, shown.memory, shown.layers, shown.step) == (1000, None, None, 0)
     rank.send(MeasuredReport(step=1, memory=MEMORY), step(1))

@@ -154,6 +154,26 @@ def test_rows_come_whole_and_then_as_they_change(world: World, client: TestClien
 
 
 @ON_SQLITE
+def test_a_stream_without_news_says_that_it_is_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(streams, "LIST_POLL_S", 0.0)
+    empty = ListSource("", None, lambda _: streams.ListState(0, ()))
+
+    async def follow() -> list[str]:
+        ours = Streams(world.database)
+        body: Any = ours.open_many([Subscription(EVENTS, world.submit(), 1)], [empty]).body_iterator
+        parts: list[str] = []
+        while not parts or not parts[-1].startswith("event: rows"):
+            parts = [str(await anext(body))]
+        parts = [str(await anext(body)) for _ in range(2)]
+        await body.aclose()
+        await ours.close()
+        return parts
+
+    assert asyncio.run(follow()) == [": still here\n\n"] * 2
+
+
+@ON_SQLITE
 def test_the_route_refuses_what_it_cannot_show(client: TestClient, world: World) -> None:
     job_id = world.submit()
     wrong = ("", "?rows=limit%3D0", "?rows=nothing%3D1", "?points=x", f"?points={job_id}&after=x", "?jobs=1")
