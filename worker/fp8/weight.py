@@ -120,8 +120,8 @@ class Entry:
             self.versions = seen, seen_codes
         elif seen_codes != self.versions[1]:
             warnings.warn(
-                f"an entry of shape {tuple(self.values.shape)} of a state dict was written after its weight had changed, so the "
-                "weight does not change; write into the entries of a new model.state_dict(), or into the parameters.",
+                f"an entry of shape {tuple(self.values.shape)} of a state dict was written after its weight had changed, so "
+                "the weight does not change; write into the entries of a new model.state_dict(), or into the parameters.",
                 stacklevel=2,
             )
         else:
@@ -632,8 +632,8 @@ def _encode_base(weight: Float8Weight, values: Tensor, *, is_finished: bool) -> 
     state, is_whole = weight.state, _is_whole(weight)
     if values.shape != state.codes.shape:
         raise ValueError(
-            f"a weight of shape {tuple(state.codes.shape)} held as codes would become {tuple(values.shape)}; allowed: values of "
-            "its shape, since its codes keep their memory. Assign a new parameter to the layer instead."
+            f"a weight of shape {tuple(state.codes.shape)} held as codes would become {tuple(values.shape)}; allowed: values "
+            "of its shape, since its codes keep their memory. Assign a new parameter to the layer instead."
         )
     keeps = state.has_master or not is_finished or (state.wide is not None and not is_whole)
     is_assigned = is_finished and (state.wide is None or state.is_assigned or is_whole)
