@@ -33,6 +33,7 @@ STEPS = 2
 RUN_HERE = (
     r"\.venv/bin/octet (serve|submit|list|metrics|logs)\b.*",
     r"octet( (list|show|watch|metrics|logs|events|doctor|debug) .+)?",
+    r"printf .*",
     r"curl .*",
     r"\.venv/bin/torchrun .* -m octet\.worker .*",
     r"python3 -m pip install -q --no-index .*",
@@ -57,6 +58,10 @@ ELSEWHERE = {
     r"make test-matrix": Elsewhere("Makefile", "-m matrix"),
     r"make test-parallel": Elsewhere("Makefile", "tests/worker/parallel"),
     r"make install": Elsewhere("Makefile", "test: install"),
+    r"make release-check": Elsewhere("tests/packaging/test_release.py", "def test_the_files_of_a_release"),
+    r"make docs": Elsewhere("tests/docs/test_site.py", '"docs.site.prepare"'),
+    r"pip install 'octet-fp8\[worker\]'": Elsewhere("tests/packaging/test_wheel.py", "pip install 'octet-fp8[worker]'"),
+    r"\.venv/bin/python examples/is_o2_safe/compare\.py .*": Elsewhere("tests/docs/test_tutorial.py", "compare.main()"),
     r"make fmt": Elsewhere("Makefile", "ruff format --check"),
     r"make snapshots": Elsewhere("tests/service/test_openapi.py", "OCTET_UPDATE_SNAPSHOTS"),
     r"make dashboards": Elsewhere("tests/observability/test_live.py", "def test_a_panel_has_data"),
@@ -70,7 +75,10 @@ ELSEWHERE = {
     r"octet submit examples/gpt-tiny\.yaml --watch": Elsewhere(_SMOKE, "examples/gpt-tiny.yaml", "Docker"),
     r"octet list": Elsewhere("README.md", ".venv/bin/octet list"),
     r"docker build .*": Elsewhere("docker-compose.yml", "dockerfile: deploy/docker/Dockerfile", "Docker"),
-    r"key=.*|kubectl .*": _CLUSTER,
+    r"prometheus=.*|kubectl .*": _CLUSTER,
+    r"helm upgrade .*": Elsewhere(
+        "tests/deploy/test_helm.py", "def test_what_it_renders_fits_the_schemas", "a Kubernetes cluster"
+    ),
     r"make test-gpu.*|make bench-gpu-kernels .*": Elsewhere("tests/benchmarks/test_gpu_benchmarks.py", '"--smoke"', "a GPU"),
     r"\.venv/bin/python examples/transformers/train\.py .*": Elsewhere(_EXAMPLES, "def test_trainer"),
     r"\.venv/bin/python examples/accelerate/train\.py .*": Elsewhere(_EXAMPLES, "def test_accelerate"),

@@ -60,7 +60,8 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "list", "models", "levels", "show x", "logs -f x", "cancel x", "watch x", "metrics x y", "debug x"]
+    "command",
+    ["", "list", "pools", "show x", "logs -f x", "cancel x", "watch x", "metrics x y", "debug x"],
 )
 def test_no_server_is_status_3_on_stderr(command: str) -> None:
     shown = octet(*command.split(), "--url", NOBODY)

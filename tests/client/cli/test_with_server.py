@@ -99,6 +99,7 @@ def test_validate(octet: Callable[..., Result], job_file: str) -> None:
     assert "is a valid job: 858,880 parameters" in shown.stdout
     assert "256 tokens a step in 1 micro-batches of 4 sequences" in shown.stdout
     assert json.loads(octet("validate", job_file, "--json").stdout)["object"] == "validated_job"
+    assert octet("validate", job_file, "--offline", "--url", "http://127.0.0.1:9").stdout == shown.stdout
 
 
 def test_a_watched_job_that_succeeds_exits_0(
