@@ -1,4 +1,4 @@
-"""What is going on: the answer of `octet` without a command."""
+"""The answer of `octet` without a command: what is going on."""
 
 from rich.text import Text
 
