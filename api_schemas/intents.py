@@ -195,6 +195,7 @@ def _levels_words() -> str:
 
 
 _FP8 = "FP8 is a choice of levels, which differ in what they store. {levels} Change {path}, to O2 if you have no other wish."
+_NEVER = "Set {path}: 0, which means only after the last step."
 _SMALLEST = {
     name: min(family.presets, key=lambda preset: family.presets[preset].num_parameters or 0)
     for name, family in FAMILIES.items()
@@ -244,6 +245,8 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "true": "Did you mean 'full'? Change {path}.",
         "false": "Did you mean 'none'? Change {path}.",
     },
+    "training.eval_every": {"none off never false": _NEVER},
+    "training.checkpoint_every": {"none off never false": _NEVER},
     "training.gradient_clip": {"0": "To clip nothing, set {path}: null."},
 }
 """Values that mean another one, by the path of the field or its last part: what to change."""

@@ -45,7 +45,7 @@ from octet.api_schemas.levels import LEVELS, Level
 from octet.api_schemas.measured import Measurements
 from octet.api_schemas.rows import RowPage
 from octet.client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message
-from octet.client.errors import AmbiguousJob, DownloadFailed, SpecRefused, WaitTimeout
+from octet.client.errors import AmbiguousJob, ApiError, DownloadFailed, SpecRefused, WaitTimeout
 
 Item = TypeVar("Item")
 Shown = TypeVar("Shown", bound=Contract)
@@ -94,6 +94,14 @@ class Client:
     def is_ready(self) -> bool:
         """Ask once whether the server takes jobs and has a dispatcher that runs them."""
         return self._connection.answers("/readyz")
+
+    def why_not_ready(self) -> str | None:
+        """Ask the same, and return what is missing in words; None if the server is ready."""
+        try:
+            self._connection.request("GET", "/readyz", patience_s=0)
+        except ApiError as error:
+            return error.problem.detail
+        return None
 
     def submit(self, spec: JobSpec | Mapping[str, Any], idempotency_key: str | None = None) -> Job:
         """Submit a job; when this returns, it is stored. The same key and spec give the same job again for 24 hours."""

@@ -146,11 +146,12 @@ def _server(client: Client) -> tuple[list[Check], bool]:
         is_up = isinstance(error, ApiError)
         standing: Standing = "bad" if is_up else "note"
         return [Check(part="server", standing=standing, found=reason, hint=hint or None)], is_up
-    if client.is_ready():
-        checks = [Check(part="server", standing="ok", found=f"{client.url} takes jobs and runs them")]
-    else:
-        hint = "Its log says why; GET /readyz does in a sentence."
-        checks = [Check(part="server", standing="bad", found=f"{client.url} answers and is not ready", hint=hint)]
+    missing = client.why_not_ready()
+    checks = [
+        Check(part="server", standing="ok", found=f"{client.url} takes jobs and runs them")
+        if missing is None
+        else Check(part="server", standing="bad", found=f"{client.url} is not ready", hint=missing)
+    ]
     for pool in pools:
         used = f"{pool.slots_used} of {pool.slots} slots used, {pool.jobs_live} jobs live, {pool.jobs_queued} queued"
         checks.append(Check(part=f"pool {pool.name}", standing="ok", found=f"{pool.accelerator}, {used}"))

@@ -293,7 +293,7 @@ def models_table(families: Sequence[ModelFamily]) -> Group:
 
 
 def levels_table(levels: Iterable[Level]) -> Table:
-    """What each level stores in what. Long names of formats take two lines, which keeps the table within 80 columns."""
+    """List the formats in which each level stores things. Long names take two lines, so that the table fits 80 columns."""
     columns = ("LEVEL", "GEMM", "WEIGHT", "MASTER", "GRADIENT", "ADAM M", "ADAM V", "BYTES")
     grid = table(*columns, right=("BYTES",))
     for row in levels:

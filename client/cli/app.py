@@ -30,7 +30,7 @@ MEANT = {
     "doctor": "check diagnose env",
     "debug": "report bundle",
 }
-"""What people type for a command, in the words of other tools."""
+"""Words of other tools that people type, by the command that is meant."""
 
 
 class _Commands(TyperGroup):

@@ -1,4 +1,4 @@
-"""What is going on: the answer of `octet` without a command."""
+"""The answer of `octet` without a command: what is going on."""
 
 from rich.text import Text
 
@@ -15,10 +15,13 @@ def show_overview(url: str) -> None:
     """Show the pools, the jobs that live and those that ended last, and what to type next."""
     terminal = Terminal()
     with connect(url) as client:
+        missing = client.why_not_ready()
         pools = list(client.pools())
         live = client.rows(states=[state.value for state in JobState if not state.is_terminal], limit=_LIVE_SHOWN)
         ended = client.rows(states=[state.value for state in JobState if state.is_terminal], limit=_ENDED_SHOWN)
     terminal.show(Text(f"Octet at {url}", style="bold"))
+    if missing is not None:
+        terminal.show(Text(f"Not ready: {missing}", style="bold red"))
     terminal.show(render.pools_table(pools))
     for title, page in (("Jobs that run or wait", live), ("Jobs that ended last", ended)):
         if page.data:

@@ -91,7 +91,6 @@ _LEARNING = Row(
                 Query(_reported("octet_job_gradient_norm"), "reported"),
                 Query(_by("rank", "octet_train_gradient_norm"), "rank {{rank}}"),
             ),
-            width=6,
         ),
         Panel(
             "Learning rate",
@@ -101,7 +100,6 @@ _LEARNING = Row(
                 Query(_reported("octet_job_learning_rate"), "reported"),
                 Query(f"max(octet_train_learning_rate{_JOB})", "ranks"),
             ),
-            width=6,
         ),
         Panel(
             "Steps that were not finite",
@@ -114,6 +112,7 @@ _LEARNING = Row(
             "By rank: they must go together.",
             "short",
             (Query(_by("rank", "octet_train_step"), "rank {{rank}}"),),
+            width=12,
         ),
         Panel(
             "Loss as each rank sees it",
@@ -123,6 +122,7 @@ _LEARNING = Row(
                 Query(_by("rank", "octet_train_loss"), "rank {{rank}}"),
                 Query(_by("rank", "octet_train_evaluation_loss"), "rank {{rank}} evaluation"),
             ),
+            width=12,
         ),
         Panel(
             "Accuracy",
@@ -249,15 +249,15 @@ _MEMORY = Row(
                 Query(_by("rank", "octet_memory_peak_bytes"), "peak, rank {{rank}}"),
                 Query(_by("rank", "octet_memory_limit_bytes"), "limit, rank {{rank}}"),
             ),
-            width=6,
             log=True,
+            width=12,
         ),
         Panel(
             "Share of the memory",
             "Of the rank that uses most of its own. Alerts above 95 %.",
             "percentunit",
             (Query(f"max(job_id:octet_memory_used:ratio{_JOB})", "fullest rank"),),
-            width=6,
+            width=12,
         ),
     ),
     is_collapsed=True,

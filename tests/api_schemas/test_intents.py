@@ -138,6 +138,7 @@ WRONG = [
     ("dataloader: {num_workers: 4}", "dataloader", "reads ahead by itself"),
     # Training.
     ("training: null", "training", "Write training: {steps: …}."),
+    ("training: {steps: 20, eval_every: null}", "training.eval_every", "Set training.eval_every: 0"),
     ("training: {step: 100}", "training.step", "Did you mean 'steps'?"),
     ("training: {steps: 1.5}", "training.steps", "an integer"),
     ("training: {Steps: 100}", "training.Steps", "Did you mean 'steps'? Set training.steps: 100."),

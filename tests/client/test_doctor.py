@@ -1,4 +1,4 @@
-"""What `octet doctor` says of torch, drivers and disks, for machines that this one is not."""
+"""Answers of `octet doctor` about torch, drivers and disks, for machines that this one is not."""
 
 import json
 import subprocess

@@ -98,8 +98,9 @@ def test_doctor_looks_at_everything(octet: Callable[..., Result], app: OctetApp)
     assert found["server"].standing == "bad"
     shown = octet("doctor")
     assert shown.exit_code == 1
-    (line,) = [line.split() for line in shown.stdout.splitlines() if "answers and is not ready" in line]
+    (line,) = [line.split() for line in shown.stdout.splitlines() if "is not ready" in line]
     assert line[:3] == ["BAD", "server", app.url]
+    assert found["server"].hint == "no dispatcher leads: jobs are accepted, and wait until one does"
 
 
 def test_doctor_without_a_server(octet: Callable[..., Result]) -> None:

@@ -194,7 +194,8 @@ def test_without_a_command_octet_shows_what_is_going_on(
     waiting = client.submit(runnable | {"name": "going-on"})
     shown = octet()
     assert shown.exit_code == 0
-    assert shown.stdout.startswith(f"Octet at {app.url}\nPOOL ")
+    not_ready = "Not ready: no dispatcher leads: jobs are accepted, and wait until one does"
+    assert shown.stdout.startswith(f"Octet at {app.url}\n{not_ready}\nPOOL ")
     running, ended = shown.stdout.split("Jobs that ended last")
     assert waiting.id in running
     assert "going-on waits: " in running
