@@ -14,13 +14,15 @@ from pydantic import BaseModel
 from octet.api_schemas.base import contract_in
 from octet.api_schemas.data.files import HUB_ID, NO_HUBS, change_of_relative
 from octet.api_schemas.levels import LEVELS
-from octet.api_schemas.models import PRESETS
+from octet.api_schemas.models import FAMILIES, PRESETS
 from octet.api_schemas.union import annotation_of, tagged_members
 
 ALIASES: Mapping[str, str] = {
-    "precision.level": "opt_level precision_level mixed_precision amp_level dtype",
+    "precision.level": "opt_level precision_level mixed_precision amp_level dtype quantization precision.fp8 fp8 use_fp8",
+    "precision.exclude": "precision.skip precision.ignore exclude_modules modules_to_not_convert skip_modules",
     "model.preset": "model_name preset_name model.name model.size model.model",
-    "model.path": "model_path model_name_or_path pretrained pretrained_model_name_or_path checkpoint_path hf_model",
+    "model.path": "model_path model_name_or_path pretrained pretrained_model_name_or_path checkpoint_path hf_model "
+    "hf_model_id model_id",
     "model.family": "model_type model.type",
     "model.num_layers": "n_layer n_layers num_hidden_layers layers depth",
     "model.num_heads": "n_head n_heads num_attention_heads heads",
@@ -39,7 +41,7 @@ ALIASES: Mapping[str, str] = {
     "training.schedule.name": "lr_scheduler lr_scheduler_type lr_schedule scheduler training.schedule.type",
     "training.schedule.warmup_steps": "warmup num_warmup_steps warmup_iters",
     "training.gradient_clip": "max_grad_norm grad_clip clip_grad_norm gradient_clipping gradient_clip_val clip_grad clip",
-    "training.eval_every": "eval_steps eval_interval evaluate_every val_check_interval",
+    "training.eval_every": "eval_steps eval_interval evaluate_every val_check_interval  eval_freq",
     "training.checkpoint_every": "save_steps save_every save_interval checkpoint_interval",
     "training.ema_decay": "ema",
     "training.seed": "random_seed manual_seed data_seed",
@@ -50,10 +52,11 @@ ALIASES: Mapping[str, str] = {
     "parallelism.context": "cp context_parallel context_parallel_size cp_size",
     "parallelism.sequence": "sequence_parallel",
     "resources.pool": "queue partition cluster node_pool",
+    "precision.recipe.amax_history_length": "amax_history precision.amax_history amax_history_len",
     "adapter.rank": "lora_r lora_rank adapter.r",
     "adapter.alpha": "lora_alpha",
     "adapter.targets": "target_modules lora_target_modules",
-    "retry.max_failures": "retries max_retries max_restarts",
+    "retry.max_failures": "retries max_retries max_restarts retry.max retry.count",
     "labels": "tags metadata annotations",
     "name": "job_name run_name experiment_name title",
 }  # fmt: skip
@@ -116,7 +119,38 @@ INTENTS: Mapping[str, tuple[str, str]] = {
         "Remove it: a job goes on from its own newest checkpoint. To start from weights, export them and set model.path.",
     ),
     "early": ("early_stopping patience", "Remove it: a job runs its training.steps or training.epochs; cancel it earlier."),
-    "time": ("timeout walltime time_limit max_time", "Remove it: a job has no time limit, but training.steps or epochs."),
+    "time": ("timeout walltime time_limit max_time hours", "Remove it: a job has no time limit, but training.steps or epochs."),
+    "data degree": (
+        "dp data_parallel data_parallel_size dp_size parallelism.data",
+        "The data parallel degree follows: resources.workers / (tensor x pipeline x context). Set resources.workers.",
+    ),
+    "task": (
+        "task loss criterion objective",
+        "Remove it: the task and its loss follow from model.family, and `octet models` lists them.",
+    ),
+    "environment": (
+        "env environment env_vars runtime_env requirements pip",
+        "Remove it: jobs run in the environment of the workers, which the operator installs (docs/deploy.md).",
+    ),
+    "owner": (
+        "project user owner namespace tenant team",
+        "Remove it: the API key says whose the job is. To group jobs, set labels: {team: {value}}.",
+    ),
+    "manifest": ("api_version version kind spec job", "Remove it: a job's fields stand at the top of the document."),
+    "evaluation": (
+        "eval evaluation eval_strategy evaluation_strategy",
+        "Set training.eval_every, a number of optimizer steps.",
+    ),
+    "checkpoint": (
+        "checkpoint checkpointing save save_strategy",
+        "Set training.checkpoint_every, a number of optimizer steps. To start from weights, set model.path.",
+    ),
+    "split": (
+        "data.split data.subset data.config_name",
+        "Remove it: data.evaluation_fraction says how much of the data is held out.",
+    ),
+    "globs": ("data.glob data.pattern data.files data.data_files", 'Set data.include: ["{value}"], a list of globs.'),
+    "loading": ("dataloader dataloader_num_workers data_workers", "Remove it: a rank reads ahead by itself."),
     "save limit": ("save_total_limit keep_last", "Remove it: training.checkpoint_every sets how often; the server keeps them."),
 }
 """Names that mean no single field: the names of each intent, and what to change."""
@@ -161,16 +195,38 @@ def _levels_words() -> str:
 
 
 _FP8 = "FP8 is a choice of levels, which differ in what they store. {levels} Change {path}, to O2 if you have no other wish."
+_SMALLEST = {
+    name: min(family.presets, key=lambda preset: family.presets[preset].num_parameters or 0)
+    for name, family in FAMILIES.items()
+    if family.presets
+}
 VALUES: Mapping[str, Mapping[str, str]] = {
     "level": {
-        "fp8 float8 8 8bit mxfp8 e4m3 hybrid": _FP8,
+        "fp8 float8 8 8bit mxfp8 e4m3 hybrid fp8hybrid fp8e4m3 fp8delayed delayed true": _FP8,
         "bf16 bfloat16 mixed amp": "Did you mean 'bf16-amp'? Change {path}.",
         "fp16 float16 half": "Did you mean 'fp16-amp'? Change {path}.",
         "float32 full none tf32 o0 00": "Did you mean 'fp32'? Change {path}.",
-        "transformerengine": "Did you mean 'te'? Change {path}.",
+        "transformerengine nvte": "Did you mean 'te'? Change {path}.",
         "torchao tensorwise rowwise rowwisewithgwhp": "Did you mean 'ao'? Change {path}.",
         "msamp": "MS-AMP's levels have their names here: O1, O2 and O3. Change {path}.",
         "int8 int4 fp4 nvfp4 mxfp4 4bit": "No level computes in that format; FP8 is the smallest. Change {path}.",
+    },
+    "model.preset": {
+        family: f"That is a family. Its smallest preset is {preset!r}. Change {{path}}." for family, preset in _SMALLEST.items()
+    },
+    "precision": {"none": "Remove it for fp32, or name a level: precision: O2."},
+    "precision.recipe": {
+        "delayed": "Write {path}: {{scaling: delayed}}.",
+        "current dynamic": "Write {path}: {{scaling: current}}.",
+        "tensor tensorwise": "Write {path}: {{granularity: tensor}}.",
+        "row rowwise": "Write {path}: {{granularity: row}}.",
+        "block blockwise": "Write {path}: {{granularity: block}}.",
+        "mx mxfp8": "Write {path}: {{granularity: mx}}.",
+    },
+    "priority": {
+        "high urgent": "Set {path}: 75; 100 is the highest.",
+        "normal medium default": "Set {path}: 50, the default.",
+        "low idle": "Set {path}: 25; 0 is the lowest.",
     },
     "training.optimizer.name": {
         "adamwtorch adamwtorchfused adamwhf fusedadam": "Did you mean 'adamw'? Change {path}.",
@@ -212,9 +268,11 @@ def advice_for_value(path: list[str], value: object) -> str | None:
 def advice_for_part(path: list[str], value: object) -> str | None:
     """Return what to write in place of a bare value of a part that has fields."""
     at = ".".join(path)
+    if advice := advice_for_value(path, value):
+        return advice
     if at not in _MAIN_FIELDS or isinstance(value, list | dict):
         return None
-    if at == "data" and isinstance(value, str) and not value.startswith("/"):
+    if at == "data" and isinstance(value, str) and not value.startswith("/") and "://" not in value:
         return change_of_relative("data.path", value)
     field = _MAIN_FIELDS[at]
     fits = isinstance(value, str) if field in _TEXT_FIELDS else isinstance(value, int | float) and not isinstance(value, bool)
@@ -228,6 +286,26 @@ def advice_for_model(preset: str) -> str:
     if HUB_ID.fullmatch(preset):
         return f"{NO_HUBS} Download it below a data root, and set model: {{path: /absolute/folder}}."
     return "A network of transformers is model: {architecture: …, config: …}; a saved one is model: {path: /absolute/folder}."
+
+
+def words_of_type(kind: str, path: list[str], value: object) -> tuple[str, str | None]:
+    """Return what a field takes and what to write, for pydantic's name of a wrong type; two empty answers for other errors."""
+    at = ".".join(path)
+    match kind:
+        case "tuple_type" | "list_type":
+            return "a list", f'Write {at}: ["{_short(value)}"].' if isinstance(value, str | int | float) else None
+        case "dict_type":
+            return "a mapping of names and values", "Write labels: {team: research}." if at == "labels" else None
+        case "string_type":
+            is_number = isinstance(value, int | float)
+            return "text", f'Write {at}: "{_short(value)}", with the quotes.' if is_number else None
+        case "int_parsing" | "int_type" | "int_from_float":
+            return "an integer", None
+        case "float_parsing" | "float_type":
+            return "a number", None
+        case "bool_parsing" | "bool_type":
+            return "true or false", None
+    return "", None
 
 
 def presets() -> list[str]:
@@ -263,6 +341,9 @@ def _setting(path: str, value: object) -> str:
 def _other_place(path: str, name: str, value: object, root: type[BaseModel]) -> str | None:
     """Return the advice for a field that exists elsewhere in a job, or in another member of the same union."""
     places = _places(root).get(_letters(name), {})
+    for place in places:
+        if place != path and _folded(place) == _folded(path):
+            return f"Did you mean {place.rpartition('.')[2]!r}? {_setting(place, value)}"
     if path in places:
         members = " and ".join(f"'{member}'" for member in dict.fromkeys(places[path]))
         return f"It is a field of {members}: set that too, or remove it."

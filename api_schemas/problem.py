@@ -17,6 +17,7 @@ from octet.api_schemas.intents import (
     example_of,
     presets,
     words_of_pattern,
+    words_of_type,
 )
 from octet.api_schemas.job import JobSpec
 from octet.api_schemas.union import annotation_of, tagged_members
@@ -88,11 +89,12 @@ def _explain_one(detail: Mapping[str, Any], root: type[BaseModel]) -> Violation:
             known = sorted(owner.model_fields) if owner else []
             allowed = ", ".join(known)
             advice = advice_for_name(path, detail.get("input"), root) if is_job else None
-            change = f" {advice}" if advice else f"{_did_you_mean(path[-1], known)} Remove it or correct its name."
+            change = f" {advice}" if advice else f"{_did_you_mean(path[-1], known, 0.65)} Remove it or correct its name."
             message = f"unknown field {path[-1]!r}.{change}"
         case "union_tag_invalid" if (preset := _unknown_preset(detail["input"])) is not None:
             path, got, allowed = [*path, "preset"], _echo(preset), ", ".join(presets())
-            message = f"no such preset.{_did_you_mean(preset, presets())} {advice_for_model(preset)}"
+            change = advice_for_value(path, preset) or f"{_did_you_mean(preset, presets())} {advice_for_model(preset)}".strip()
+            message = f"no such preset. {change}"
         case "literal_error" | "enum" | "union_tag_invalid":
             if "tag" in context:
                 path, got = [*path, _tag_field(owner, path)], _echo(context["tag"])
@@ -109,11 +111,21 @@ def _explain_one(detail: Mapping[str, Any], root: type[BaseModel]) -> Violation:
             allowed = f"fields: {', '.join(sorted(part.model_fields))}" if part else "a mapping of fields"
             message = advice_for_part(path, detail.get("input")) or f"Change {'.'.join(path) or 'the document'}."
         case _:
-            allowed = str(detail["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
-            if detail["type"] == "string_pattern_mismatch" and (words := words_of_pattern(path, is_job)):
-                allowed = f"{words} (pattern {context['pattern']})"
-            message = advice_for_value(path, detail.get("input")) or f"Change {'.'.join(path) or 'the document'}."
+            allowed, message = _wrong_value(detail, path, is_job)
     return Violation(field=".".join(path), got=got, allowed=allowed, message=_printable(message))
+
+
+def _wrong_value(detail: Mapping[str, Any], path: list[str], is_job: bool) -> tuple[str, str]:
+    """Return what is allowed in place of a value of the wrong type or size, and what to change."""
+    given = detail.get("input")
+    allowed = str(detail["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
+    words, change = words_of_type(detail["type"], path, given) if is_job else ("", None)
+    if detail["type"] == "string_pattern_mismatch" and (meaning := words_of_pattern(path, is_job)):
+        allowed = f"{meaning} (pattern {detail['ctx']['pattern']})"
+    if detail["type"] == "too_short":
+        words = f"a list of at least {detail['ctx']['min_length']}"
+    change = advice_for_value(path, given) or change
+    return words or allowed, change or f"Change {'.'.join(path) or 'the document'}."
 
 
 def _locate(
@@ -152,7 +164,8 @@ def _tag_field(owner: type[BaseModel] | None, path: list[str]) -> str:
     return tag_of.field
 
 
-def _did_you_mean(got: str, choices: list[str]) -> str:
+def _did_you_mean(got: str, choices: list[str], cutoff: float = 0.5) -> str:
+    """Return a question that names the choice which was meant. cutoff: the least likeness, from 0 to 1."""
     by_folded = {choice.casefold(): choice for choice in choices}
     folded = got.casefold()
     letter_o = folded.replace("0", "o", 1)
@@ -161,7 +174,7 @@ def _did_you_mean(got: str, choices: list[str]) -> str:
     # YAML reads an unquoted 02 as the number 2.
     if got.isdigit() and f"o{got.lstrip('0')}" in by_folded:
         return f" Did you mean {by_folded['o' + got.lstrip('0')]!r}, the letter O and a digit?"
-    close = difflib.get_close_matches(folded, list(by_folded), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(folded, list(by_folded), n=1, cutoff=cutoff)
     return f" Did you mean {by_folded[close[0]]!r}?" if close else ""
 
 

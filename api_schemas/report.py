@@ -11,6 +11,7 @@ from pydantic import Field
 
 from octet.api_schemas.base import Contract, JsonScalar, Timestamp
 from octet.api_schemas.job import JobSummary
+from octet.api_schemas.measured import MAX_LAYERS, LayerHealth, MemoryBytes
 from octet.api_schemas.states import DesiredState, FailureReason
 
 StartPhase = Literal["placed", "process_up", "torch_imported", "model_built", "first_step", "warmed_up"]
@@ -78,6 +79,15 @@ class CheckpointReport(Contract):
     loss: float | None
 
 
+class MeasuredReport(Contract):
+    """Measurements of this rank, after so many steps. What is null keeps the values of the report before."""
+
+    kind: Literal["measured"] = "measured"
+    step: Count
+    memory: MemoryBytes | None = None
+    layers: tuple[LayerHealth, ...] | None = Field(default=None, max_length=MAX_LAYERS)
+
+
 class ExporterReport(Contract):
     """The address of this rank's Prometheus metrics. Every rank sends it before any other report."""
 
@@ -119,6 +129,7 @@ ReportBody = Annotated[
     | StepReport
     | EvaluationReport
     | CheckpointReport
+    | MeasuredReport
     | LogReport
     | EventReport
     | FinishedReport,

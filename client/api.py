@@ -15,13 +15,14 @@ import random
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
+from pydantic import ValidationError
 
 from octet.api_schemas import (
     Attempt,
@@ -36,11 +37,15 @@ from octet.api_schemas import (
     Page,
     Pool,
     ValidatedJob,
+    explain,
 )
-from octet.api_schemas.catalog import ModelFamily
-from octet.api_schemas.levels import Level
+from octet.api_schemas.catalog import ModelFamily, model_families
+from octet.api_schemas.curve import Curve
+from octet.api_schemas.levels import LEVELS, Level
+from octet.api_schemas.measured import Measurements
+from octet.api_schemas.rows import RowPage
 from octet.client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message
-from octet.client.errors import AmbiguousJob, DownloadFailed, WaitTimeout
+from octet.client.errors import AmbiguousJob, DownloadFailed, SpecRefused, WaitTimeout
 
 Item = TypeVar("Item")
 Shown = TypeVar("Shown", bound=Contract)
@@ -135,6 +140,26 @@ class Client:
         params["limit"] = str(min(limit or MOST_JOBS_PER_PAGE, MOST_JOBS_PER_PAGE))
         return itertools.islice(self._items("/v1/jobs", Page[Job], params), limit)
 
+    def rows(
+        self,
+        *,
+        states: Sequence[str] = (),
+        level: str | None = None,
+        pool: str | None = None,
+        label: str | None = None,
+        search: str | None = None,
+        limit: int = 20,
+        offset: int = 0,
+    ) -> RowPage:
+        """Return a part of the list of jobs in compact rows, newest first, and the number of all that fit.
+
+        `search` is a part of the name, `label` is key:value, and `limit` at most 100.
+        """
+        wanted = {"level": level, "pool": pool, "label": label, "q": search, "limit": limit, "offset": offset}
+        params: dict[str, str | Sequence[str]] = {key: str(value) for key, value in wanted.items() if value is not None}
+        params |= {"state": states} if states else {}
+        return read(RowPage, self._connection.request("GET", "/v1/rows", params=params, patience_s=self._patience_s))
+
     def cancel(self, job_id: str) -> Job:
         """Cancel a job: at once if it waits, soon if it runs."""
         return read(Job, self._post(f"{_path(job_id)}/cancel"))
@@ -180,13 +205,34 @@ class Client:
         """Iterate over the job's curve: the steps later than `after`, in order."""
         return self._records(job_id, "metrics", Page[MetricPoint], after)
 
-    def models(self) -> Iterator[ModelFamily]:
-        """Iterate over the families of models, with their presets and the bytes that each takes at each level."""
-        return self._items("/v1/models", Page[ModelFamily])
+    def curve(self, job_id: str, *, points: int = 500, step_by: int | None = None) -> Curve:
+        """Return the job's curve in at most `points` buckets, or in buckets of `step_by` steps, as columns."""
+        params = {"points": str(points)} | ({} if step_by is None else {"step_by": str(step_by)})
+        answer = self._connection.request("GET", f"{_path(job_id)}/curve", params=params, patience_s=self._patience_s)
+        return read(Curve, answer)
 
-    def levels(self) -> Iterator[Level]:
-        """Iterate over the precision levels and what each stores in what."""
-        return self._items("/v1/levels", Page[Level])
+    def measurements(self, job_id: str) -> Measurements:
+        """Return what rank 0 last measured: size, memory by class, worst layers. Raises ApiError (404) before the first."""
+        answer = self._connection.request("GET", f"{_path(job_id)}/measurements", patience_s=self._patience_s)
+        return read(Measurements, answer)
+
+    @staticmethod
+    def check(spec: JobSpec | Mapping[str, Any]) -> ValidatedJob:
+        """Check a spec without a server, as `validate` does but for its pools and data. Raises SpecRefused."""
+        try:
+            return ValidatedJob.of(spec if isinstance(spec, JobSpec) else JobSpec.model_validate(dict(spec)))
+        except ValidationError as error:
+            raise SpecRefused("the spec", explain(error, JobSpec)) from error
+
+    @staticmethod
+    def models() -> Iterator[ModelFamily]:
+        """Iterate over the families of models, with presets and their bytes at each level. No server is asked."""
+        return iter(model_families())
+
+    @staticmethod
+    def levels() -> Iterator[Level]:
+        """Iterate over the precision levels and what each stores in what. No server is asked."""
+        return iter(LEVELS.values())
 
     def pools(self) -> Iterator[Pool]:
         """Iterate over the pools, with their slots and queues."""

@@ -5,7 +5,7 @@ import ipaddress
 import json
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, TypeVar
 
 import httpx
@@ -52,7 +52,7 @@ class Connection:
         method: str,
         path: str,
         *,
-        params: Mapping[str, str] | None = None,
+        params: Mapping[str, str | Sequence[str]] | None = None,
         document: Any = None,
         headers: Mapping[str, str] | None = None,
         patience_s: float,

@@ -1,15 +1,22 @@
-"""Format the commands' output: tables without frames, which read the same on a terminal and in a file."""
+"""Format the commands' output: tables without frames, which read the same on a terminal and in a file.
+
+A table fits 80 columns: where a terminal is too narrow, the names and messages in it are cut, and no number or id.
+"""
 
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import UTC, date, datetime
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from octet.api_schemas import Attempt, Checkpoint, Event, Job, JobState, LogLine, MetricPoint, Pool
+from octet.api_schemas import Attempt, Checkpoint, Event, Job, JobState, LogLine, Pool
 from octet.api_schemas.catalog import ModelFamily
+from octet.api_schemas.curve import Curve
 from octet.api_schemas.levels import Level
-from octet.client.text import duration, num_bytes, number, one_line, printable
+from octet.api_schemas.rows import Row
+from octet.client.doctor import Checkup, Standing
+from octet.client.text import duration, magnitude, num_bytes, number, one_line, printable
 
 STATE_STYLES = {
     JobState.QUEUED: "yellow",
@@ -22,26 +29,61 @@ STATE_STYLES = {
 }
 
 
-def table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """A table without a frame; the columns in `right` hold numbers."""
+def table(*columns: str, right: Sequence[str] = (), cut: Sequence[str] = ()) -> Table:
+    """A table without a frame; the columns in `right` hold numbers, those in `cut` may be cut (see `short`)."""
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
-        grid.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+        # rich takes room from columns that may wrap, before any other. Their cells are of one line all the same.
+        grid.add_column(column, justify="right" if column in right else "left", no_wrap=column not in cut)
     return grid
+
+
+def short(text: str) -> Text:
+    """A cell of one line, whose end an ellipsis takes where it does not fit."""
+    return Text(one_line(text), no_wrap=True, overflow="ellipsis")
 
 
 def state_text(state: JobState) -> Text:
     return Text(state.value, style=STATE_STYLES[state])
 
 
-def jobs_table(jobs: Iterable[Job]) -> Table:
-    grid = table("ID", "NAME", "LEVEL", "STATE", "STEP", "LOSS", "POOL", "CREATED", right=("STEP", "LOSS"))
-    for job in jobs:
-        step, loss = (str(job.progress.step), number(job.progress.loss)) if job.progress else ("–", "–")
-        level, pool = job.spec.precision.level, job.spec.resources.pool
-        steps = f"{step}/{number(num_steps(job), 'd')}"
-        grid.add_row(job.id, job.name, level, state_text(job.state), steps, loss, pool, moment(job.created_at))
+def rows_table(rows: Sequence[Row], *, is_narrow: bool) -> Table:
+    """Jobs at a glance. is_narrow: ids are as short as tells them apart, for a terminal; commands take them so."""
+    ids = _short_ids([row.id for row in rows]) if is_narrow else [row.id for row in rows]
+    grid = table("ID", "NAME", "LEVEL", "STATE", "STEP", "LOSS", "WHEN", right=("STEP", "LOSS"), cut=("NAME", "LEVEL"))
+    for row, shown_id in zip(rows, ids, strict=True):
+        steps = f"{number(row.step, 'd')}/{number(row.steps, 'd')}"
+        loss = number(row.loss)
+        grid.add_row(shown_id, short(row.name), short(row.level), state_text(row.state), steps, loss, _when(row))
     return grid
+
+
+def reasons(rows: Iterable[Row]) -> Group:
+    """A line for each job that waits or failed: why."""
+    lines = []
+    for row in rows:
+        if row.why and row.state in (JobState.QUEUED, JobState.FAILED):
+            what = "waits" if row.state is JobState.QUEUED else f"failed, {row.reason}"
+            lines.append(short(f"{row.name} {what}: {row.why}"))
+    return Group(*lines)
+
+
+_SHORTEST_ID = len("job_") + 10
+"""The time in an id has ten characters: shorter beginnings would stop telling jobs apart soon."""
+
+
+def _short_ids(ids: Sequence[str]) -> list[str]:
+    """Return the beginnings of ids, as long as tells them apart."""
+    length = _SHORTEST_ID
+    while len({each[:length] for each in ids}) < len(set(ids)):
+        length += 1
+    return [each[:length] for each in ids]
+
+
+def _when(row: Row) -> str:
+    if row.state is JobState.RUNNING and row.remaining_s is not None:
+        return f"{duration(row.remaining_s)} left"
+    return f"{age(row.finished_at or row.started_at or row.created_at)} ago"
 
 
 def job_details(job: Job, checkpoints: Sequence[Checkpoint]) -> Table:
@@ -145,20 +187,19 @@ def progress_words(job: Job) -> str:
 
 
 def attempts_table(attempts: Iterable[Attempt]) -> Table:
-    columns = ("ID", "EPOCH", "STATE", "NODE", "DEVICE", "FROM STEP", "LAST STEP", "FIRST STEP AFTER", "REASON")
-    grid = table(*columns, right=("EPOCH", "FROM STEP", "LAST STEP", "FIRST STEP AFTER"))
+    numbers = ("#", "FROM STEP", "TO STEP", "STARTED IN")
+    grid = table("#", "STATE", "NODE", "DEVICE", *numbers[1:], "REASON", right=numbers, cut=("NODE", "DEVICE", "REASON"))
     for attempt in attempts:
         start_s = (attempt.first_step_at - attempt.created_at).total_seconds() if attempt.first_step_at else None
         grid.add_row(
-            attempt.id,
             str(attempt.epoch),
             attempt.state.value,
-            attempt.node or "–",
-            attempt.device or "–",
+            short(attempt.node or "–"),
+            short(attempt.device or "–"),
             number(attempt.resumed_from_step, "d"),
             number(attempt.last_step, "d"),
             duration(start_s),
-            one_line(f"{attempt.reason}: {attempt.message or ''}") if attempt.reason else "–",
+            short(f"{attempt.reason}: {attempt.message or ''}" if attempt.reason else "–"),
         )
     return grid
 
@@ -166,96 +207,178 @@ def attempts_table(attempts: Iterable[Attempt]) -> Table:
 def checkpoints_table(checkpoints: Iterable[Checkpoint]) -> Table:
     grid = table("ID", "STEP", "SIZE", "LOSS", "CREATED", right=("STEP", "SIZE", "LOSS"))
     for item in checkpoints:
-        grid.add_row(item.id, str(item.step), num_bytes(item.num_bytes), number(item.loss), moment(item.created_at))
+        at = item.created_at.astimezone().strftime("%Y-%m-%d %H:%M")
+        grid.add_row(item.id, str(item.step), num_bytes(item.num_bytes), number(item.loss), at)
     return grid
 
 
-def metrics_table(points: Iterable[MetricPoint]) -> Table:
-    points = list(points)
-    names = list(dict.fromkeys(name for point in points for name in point.evaluation_metrics))
-    of_evaluation = ("EVALUATION LOSS", *(name.replace("_", " ").upper() for name in names))
-    columns = ("STEP", "LOSS", *of_evaluation, "GRADIENT NORM", "LEARNING RATE", "TOKENS/S", "DATA WAIT")
+def curve_table(curve: Curve) -> Table:
+    """A row for each bucket of steps: losses are means over it, and the learning rate is that of its last step."""
+    evaluated = {_bucket(curve, step): place for place, step in enumerate(curve.evaluations.step)}
+    names = list(curve.evaluations.metrics)
+    columns = ("STEP", "LOSS", "EVAL LOSS", *map(_column_of, names), "GRAD NORM", "RATE", "TOKENS/S", "WAIT")
     grid = table(*columns, right=columns)
-    for point in points:
+    for row, step in enumerate(curve.step):
+        place, time_s, steps = evaluated.get(_bucket(curve, step)), curve.step_time_s[row], curve.num_steps[row]
         grid.add_row(
-            str(point.step),
-            number(point.loss),
-            number(point.evaluation_loss),
-            *(number(point.evaluation_metrics.get(name), ".2%") for name in names),
-            number(point.gradient_norm, ".3f"),
-            number(point.learning_rate, ".3e"),
-            number(point.tokens_per_s, ",.0f"),
-            duration(point.data_wait_s),
+            str(step),
+            number(curve.loss[row]),
+            number(None if place is None else curve.evaluations.loss[place]),
+            *(number(None if place is None else curve.evaluations.metrics[name][place], ".2%") for name in names),
+            number(curve.gradient_norm[row], ".3f"),
+            number(curve.learning_rate[row], ".2e"),
+            number(curve.tokens[row] / time_s if time_s else None, ",.0f"),
+            duration(curve.data_wait_s[row] / steps),
         )
     return grid
 
 
-def models_table(families: Sequence[ModelFamily]) -> Table:
+def comparison_table(names: Sequence[str], curves: Sequence[Curve]) -> Table:
+    """Losses of several jobs in buckets of equal width, and what each differs from the first."""
+    columns = [names[0], *(column for name in names[1:] for column in (name, "DIFF"))]
+    grid = table("STEP", *(column.upper() for column in columns), right=("STEP", *map(str.upper, columns)))
+    first, *others = [_losses(curve) for curve in curves]
+    evaluated, *others_evaluated = [_evaluations(curve) for curve in curves]
+    for bucket, loss in first.items():
+        end = max(step for curve in curves for step in curve.step if _bucket(curve, step) == bucket)
+        grid.add_row(str(end), number(loss), *(cell for other in others for cell in _beside(loss, other.get(bucket))))
+    for step in list(evaluated)[-1:]:
+        cells = [cell for other in others_evaluated for cell in _beside(evaluated[step], other.get(step))]
+        grid.add_row(f"eval {step}", number(evaluated[step]), *cells, style="bold")
+    return grid
+
+
+def _losses(curve: Curve) -> dict[int, float | None]:
+    return {_bucket(curve, step): loss for step, loss in zip(curve.step, curve.loss, strict=True)}
+
+
+def _evaluations(curve: Curve) -> dict[int, float | None]:
+    return dict(zip(curve.evaluations.step, curve.evaluations.loss, strict=True))
+
+
+def _beside(first: float | None, other: float | None) -> tuple[str, str]:
+    return number(other), number(other / first - 1 if other is not None and first else None, "+.2%")
+
+
+def _bucket(curve: Curve, step: int) -> int:
+    """Return the number of a step's bucket, counted from 1."""
+    return -(-step // curve.step_by)
+
+
+def _column_of(metric: str) -> str:
+    """Return a column's title: top1_accuracy is TOP1 ACC."""
+    return metric.replace("_", " ").replace("accuracy", "acc").upper()
+
+
+def models_table(families: Sequence[ModelFamily]) -> Group:
     """Presets with parameters and bytes; a column stands for all levels that take the same bytes for every preset."""
     presets = [(family.family, preset) for family in families for preset in family.presets]
     columns: dict[tuple[int, ...], list[str]] = {}
     for level in presets[0][1].bytes_by_level if presets else ():
         columns.setdefault(tuple(preset.bytes_by_level[level] for _, preset in presets), []).append(level)
     names = [f"{levels[0]}, …" if len(levels) > 1 else levels[0] for levels in columns.values()]
-    grid = table("FAMILY", "PRESET", "PARAMETERS", *names, right=("PARAMETERS", *names))
+    grid = table("PRESET", "PARAMS", *names, right=("PARAMS", *names))
     for row, (family, preset) in enumerate(presets):
         sizes = (num_bytes(bytes_of_presets[row]) for bytes_of_presets in columns)
-        grid.add_row(family, preset.name, f"{preset.num_parameters:,}", *sizes)
-    for entry in families:
-        if entry.architectures:
-            count = sum(map(len, entry.architectures.values()))
-            grid.add_row(entry.family, f"{count} architectures", number(None), *(number(None) for _ in names))
-        elif not entry.presets:
-            grid.add_row(entry.family, "your own network", number(None), *(number(None) for _ in names))
-    return grid
+        name = preset.name if preset.name.startswith(family) else f"{preset.name} ({family})"
+        grid.add_row(name, magnitude(preset.num_parameters), *sizes)
+    others = [
+        Text(f"{entry.family}  {sum(map(len, entry.architectures.values()))} architectures; --json lists them")
+        if entry.architectures
+        else Text(f"{entry.family}  your own network; docs/own-models.md")
+        for entry in families
+        if entry.architectures or not entry.presets
+    ]
+    return Group(grid, *others)
 
 
 def levels_table(levels: Iterable[Level]) -> Table:
-    columns = (
-        "LEVEL",
-        "GEMM",
-        "GRADIENT COMM",
-        "WEIGHT",
-        "MASTER",
-        "WEIGHT GRADIENT",
-        "ADAM M",
-        "ADAM V",
-        "BYTES/PARAM",
-    )
-    grid = table(*columns, right=("BYTES/PARAM",))
+    """What each level stores in what. Long names of formats take two lines, which keeps the table within 80 columns."""
+    columns = ("LEVEL", "GEMM", "WEIGHT", "MASTER", "GRADIENT", "ADAM M", "ADAM V", "BYTES")
+    grid = table(*columns, right=("BYTES",))
     for row in levels:
-        grid.add_row(
-            row.name,
-            row.gemm,
-            row.gradient_communication,
-            row.weight,
-            row.master_weight,
-            row.weight_gradient,
-            row.exp_avg,
-            row.exp_avg_sq,
-            f"≤ {row.bytes_per_parameter:g}",
-        )
+        sent = row.gradient_communication
+        gradient = sent if row.weight_gradient == sent else f"{row.weight_gradient},\nsent {sent}"
+        formats = (row.weight, row.master_weight, gradient, row.exp_avg, row.exp_avg_sq)
+        cells = (row.name, row.gemm, *formats, f"≤ {row.bytes_per_parameter:g}")
+        grid.add_row(*(_on_two_lines(cell) if len(cell) > _WIDEST_FORMAT else cell for cell in cells))
     return grid
+
+
+_WIDEST_FORMAT = 10
+
+
+def _on_two_lines(name: str) -> str:
+    """Break a name behind its last hyphen."""
+    start, _, end = name.rpartition("-")
+    return f"{start}-\n{end}" if start else name
 
 
 def pools_table(pools: Iterable[Pool]) -> Table:
-    columns = ("POOL", "ACCELERATOR", "SLOTS", "USED", "QUEUED", "LIVE", "MEMORY/DEVICE", "THREADS/WORKER")
-    grid = table(*columns, right=columns[2:])
+    columns = ("POOL", "ACCELERATOR", "SLOTS", "USED", "QUEUED", "LIVE", "MEMORY", "THREADS")
+    grid = table(*columns, right=columns[2:], cut=("POOL",))
     for pool in pools:
         counts = (pool.slots, pool.slots_used, pool.jobs_queued, pool.jobs_live)
         memory = num_bytes(pool.memory_per_device_bytes)
-        grid.add_row(pool.name, pool.accelerator, *map(str, counts), memory, str(pool.threads_per_worker))
+        grid.add_row(short(pool.name), pool.accelerator, *map(str, counts), memory, str(pool.threads_per_worker))
     return grid
 
 
-def event_line(event: Event) -> Text:
-    return Text(f"{moment(event.at)}  {event.seq:>4}  {event.type:<24}  {one_line(event.message)}")
+def checkup_table(checkup: Checkup) -> Table:
+    """One line for each thing that was looked at, and below it what to do."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for check in checkup.checks:
+        mark, style = _MARKS[check.standing]
+        grid.add_row(Text(mark, style=style), check.part, one_line(check.found))
+        if check.hint:
+            grid.add_row("", "", Text(one_line(check.hint), style=style))
+    return grid
 
 
-def log_line(line: LogLine) -> Text:
-    return Text(f"{moment(line.at)}  rank {line.rank}  {line.level:<7}  {printable(line.message)}")
+_MARKS: dict[Standing, tuple[str, str]] = {"ok": ("ok", "green"), "note": ("–", "yellow"), "bad": ("BAD", "bold red")}
+
+
+class Lines:
+    """Format events and log lines: the time of day, and a line of its own where a new day begins."""
+
+    def __init__(self, *, has_several_ranks: bool = False) -> None:
+        self._has_several_ranks = has_several_ranks
+        self._day: date | None = None
+
+    def event(self, event: Event) -> Text:
+        return self._line(event.at, f"{event.type:<22}  {one_line(event.message)}")
+
+    def log(self, line: LogLine) -> Text:
+        """Name the rank where there are several, and the level where it is not INFO."""
+        rank = f"rank {line.rank:<3}  " if self._has_several_ranks else ""
+        level = "" if line.level == "INFO" else f"{line.level}  "
+        style = _LOG_STYLES.get(line.level, "")
+        return self._line(line.at, f"{rank}{level}{printable(line.message)}", style)
+
+    def _line(self, at: datetime, message: str, style: str = "") -> Text:
+        local = at.astimezone()
+        is_new, self._day = local.date() != self._day, local.date()
+        day = Text(f"{local:%A, %Y-%m-%d, %Z}\n", style="dim") if is_new else Text()
+        # What a message has more than one line of stands below its beginning.
+        indented = message.replace("\n", "\n" + " " * 10)
+        return day.append(f"{local:%H:%M:%S}", style="dim").append(f"  {indented}", style=style)
+
+
+_LOG_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 
 
 def moment(at: datetime) -> str:
     """Write a time in the reader's zone, and name the zone. JSON has UTC."""
     return at.astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+
+
+def age(at: datetime) -> str:
+    """Write how long ago a time was, by its largest unit: 5 s, 3 min, 7 h, 12 d."""
+    seconds = max(0, round((datetime.now(UTC) - at).total_seconds()))
+    for unit, length_s in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds // length_s} {unit}"
+    return f"{seconds} s"

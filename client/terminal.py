@@ -8,6 +8,7 @@ from typing import TextIO
 from pydantic import BaseModel
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
+from rich.text import Text
 
 from octet.client.text import printable
 
@@ -28,9 +29,23 @@ class Terminal:
         return self.out.is_terminal and not self.out.is_dumb_terminal
 
     def show(self, what: RenderableType) -> None:
-        """Print in full, so that ids stay whole: a terminal that is too narrow breaks the lines itself."""
+        """Print a table so that it fits the terminal, and text in full: the terminal breaks its lines.
+
+        A pipe gets all in full.
+        """
+        if self.is_live and not isinstance(what, Text):
+            self.out.print(what)
+            return
         for line in self._wide.render_lines(what, pad=False):
             self._wide.print(Segments(_without_trailing_blanks(line)))
+
+    def note(self, text: str) -> None:
+        """Print a remark on standard error, beside the answer."""
+        self._err.print(printable(text))
+
+    def spinner_on_stderr(self, text: str) -> AbstractContextManager[object]:
+        """Show that we wait, and leave standard output to the answer."""
+        return self._err.status(text) if self._err.is_terminal else nullcontext()
 
     def spinner(self, text: str) -> AbstractContextManager[object]:
         """Show that we wait: a spinner on a terminal, one line on a pipe."""

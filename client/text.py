@@ -32,10 +32,17 @@ def duration(seconds: float | None) -> str:
 
 def num_bytes(count: int | None) -> str:
     """Write a size with three digits and a decimal prefix."""
-    if count is None:
-        return _MISSING
-    size, units = float(count), ["B", "kB", "MB", "GB", "TB", "PB"]
+    return _MISSING if count is None else _scaled(count, ["B", "kB", "MB", "GB", "TB", "PB"])
+
+
+def magnitude(count: int | None) -> str:
+    """Write a count with three digits: 859 k, 1.32 G."""
+    return _MISSING if count is None else _scaled(count, ["", "k", "M", "G", "T"]).rstrip()
+
+
+def _scaled(count: int, units: list[str]) -> str:
+    size = float(count)
     while size >= 999.5 and len(units) > 1:
         size /= 1000
-        units.pop(0)
+        units = units[1:]
     return f"{size:.3g} {units[0]}"

@@ -12,6 +12,7 @@ from fastapi import Depends, FastAPI, Response
 from fastapi import Request as HttpRequest
 
 from octet.api_schemas import Problem
+from octet.service import page
 from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
 from octet.service.deps import AppContext, require_api_key
@@ -22,8 +23,9 @@ from octet.service.http.streams import Streams
 from octet.service.ingest.app import Ingest, route_to
 from octet.service.jobs.admission import Admission
 from octet.service.jobs.requests import Request, Submission
+from octet.service.jobs.rows import RowTotals, Sparklines
 from octet.service.jobs.submissions import Shown, Submissions
-from octet.service.routes import catalog, files, jobs, operations, prometheus, records
+from octet.service.routes import catalog, curves, files, jobs, operations, prometheus, records, reference, rows, stream
 from octet.service.routes.job_views import shown_submissions
 from octet.service.scheduling.places import QueuePlaces
 from octet.service.settings import Settings
@@ -72,15 +74,17 @@ def create_app(
     ingest = Ingest(database, settings.lease_s, telemetry, wake)
     places = QueuePlaces(database, settings)
     submissions = Submissions(database, show)
-    context = AppContext(settings, database, wake, Admission(settings), submissions, places)
+    context = AppContext(settings, database, wake, Admission(settings), submissions, places, Sparklines(), RowTotals())
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams
     app.state.ingest = ingest
     app.router.routes.append(route_to(ingest))
-    for router in (jobs.router, records.router, files.router, catalog.router, operations.router, prometheus.router):
-        app.include_router(router, dependencies=[require_api_key], responses=answers(401))
+    for part in (rows, stream, jobs, records, curves, files, catalog, operations, prometheus):
+        app.include_router(part.router, dependencies=[require_api_key], responses=answers(401))
     app.include_router(operations.health)
+    app.include_router(reference.router)
+    page.mount(app.router)
     install(app)
     app.add_middleware(LimitBodies, settings=settings, verify_token=ingest.tokens.verify)
     if settings.is_for_this_machine:

@@ -16,6 +16,7 @@ from fastapi.security.base import SecurityBase
 from octet.service.db.engine import Database
 from octet.service.errors import NotFound, Unauthenticated
 from octet.service.jobs.admission import Admission
+from octet.service.jobs.rows import RowTotals, Sparklines
 from octet.service.jobs.submissions import Submissions
 from octet.service.scheduling.places import QueuePlaces
 from octet.service.settings import DEFAULT_TENANT, Settings
@@ -27,7 +28,7 @@ class AppContext:
     """The parts of one app.
 
     `admission` checks new jobs, `submissions` stores them, and `places` finds places in the queue;
-    `wake` wakes a dispatcher in this process.
+    `sparklines` draws curves and `row_totals` counts lists; `wake` wakes a dispatcher in this process.
     """
 
     settings: Settings
@@ -36,6 +37,8 @@ class AppContext:
     admission: Admission
     submissions: Submissions
     places: QueuePlaces
+    sparklines: Sparklines
+    row_totals: RowTotals
 
 
 def context_of(request: Request) -> AppContext:
@@ -70,6 +73,19 @@ def tenant_of_request(request: Request) -> str:
     """Return the tenant that `require_api_key` found."""
     tenant: str = request.state.tenant
     return tenant
+
+
+def visible_tenant(request: Request) -> str | None:
+    """Return the tenant whose jobs the caller may see; None for all. A key without a name is the operator's."""
+    tenant = tenant_of_request(request)
+    return None if tenant == DEFAULT_TENANT else tenant
+
+
+async def _visible_tenant(request: Request) -> str | None:
+    return visible_tenant(request)
+
+
+VisibleTenantDep = Annotated[str | None, Depends(_visible_tenant)]
 
 
 def tenant_of(settings: Settings, authorization: str) -> str:

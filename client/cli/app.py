@@ -11,14 +11,36 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from octet.client.cli import data, demo, imports, jobs, results, server, show
-from octet.client.cli.options import exit_status
+from octet.client.cli import data, demo, imports, jobs, results, server, show, support
+from octet.client.cli.options import DEFAULT_URL, Url, exit_status
+from octet.client.cli.overview import show_overview
 from octet.client.errors import OctetError
 from octet.client.terminal import Terminal
 
+MEANT = {
+    "submit": "run start create apply train launch new",
+    "list": "ls jobs ps queue",
+    "show": "status describe info get inspect",
+    "logs": "tail log output",
+    "cancel": "stop kill delete rm remove abort terminate",
+    "metrics": "compare plot curve loss diff",
+    "watch": "follow attach monitor top",
+    "download": "pull fetch checkpoint",
+    "serve": "server up start-server",
+    "doctor": "check diagnose env",
+    "debug": "report bundle",
+}
+"""What people type for a command, in the words of other tools."""
+
 
 class _Commands(TyperGroup):
-    """Turn our errors into a message on standard error and an exit status."""
+    """Turn our errors into a message on standard error and an exit status, and name the command that was meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        meant = [command for command, words in MEANT.items() if args and args[0].casefold() in words.split()]
+        if meant and args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant[0]!r}?")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -33,12 +55,12 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         name="octet",
         cls=_Commands,
-        help="FP8 training as a service.",
-        no_args_is_help=True,
+        help="FP8 training as a service. Without a command: what is going on.",
+        invoke_without_command=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for module in (server, demo, jobs, show, results):
+    for module in (server, demo, jobs, show, results, support):
         for name, command in module.COMMANDS.items():
             app.command(name)(command)
     app.command("version")(version)
@@ -70,11 +92,15 @@ def _show_version(is_wanted: bool) -> None:
 
 
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    url: Url = DEFAULT_URL,
 ) -> None:
-    """FP8 training as a service."""
+    """FP8 training as a service. Without a command: what is going on."""
+    if context.invoked_subcommand is None:
+        show_overview(url)
 
 
 def main() -> None:

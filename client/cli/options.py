@@ -57,6 +57,18 @@ def find_job(client: Client, text: str) -> Job:
     return job
 
 
+def find_to_read(client: Client, text: str) -> Job:
+    """Do the same for a command that only reads: of several jobs with the name, the newest is meant, and a note says so."""
+    try:
+        return find_job(client, text)
+    except AmbiguousJob as error:
+        newest = error.jobs[0]
+        if newest.name != text:
+            raise
+        Terminal().note(f"Several jobs have the name {text}; this is the newest, {newest.id}.")
+        return newest
+
+
 PACKAGES_OF_EXTRAS = {"service": ("fastapi", "ray"), "worker": ("torch",), "models": ("transformers",)}
 """Packages that stand for each extra: whoever has them has installed it."""
 

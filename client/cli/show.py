@@ -1,37 +1,79 @@
 """Commands that read: list, show, attempts, checkpoints, metrics, events, logs, models, levels, pools."""
 
+import itertools
 import re
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from octet.api_schemas import JobState, MetricPoint
+from octet.api_schemas import Job, JobState
 from octet.client import render
-from octet.client.cli.options import DEFAULT_URL, AsJson, Commands, JobId, Url, connect, find_job
+from octet.client.api import Client
+from octet.client.charts import Line, loss_chart
+from octet.client.cli.options import DEFAULT_URL, AsJson, Commands, JobId, Url, connect, find_to_read
 from octet.client.terminal import Terminal
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")]
 
+_CHART_LINES = 16
+_CHART_POINTS = 300
+
 
 def list_jobs(
-    state: Annotated[JobState | None, typer.Option("--state", help="Only jobs in this state.")] = None,
+    state: Annotated[list[JobState] | None, typer.Option("--state", help="Only jobs in this state; may be repeated.")] = None,
+    level: Annotated[str | None, typer.Option("--level", help="Only jobs at this precision level.")] = None,
+    pool: Annotated[str | None, typer.Option("--pool", help="Only jobs of this pool.")] = None,
     label: Annotated[
         str | None, typer.Option("--label", metavar="KEY:VALUE", help="Only jobs so labelled; KEY=VALUE too.")
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="At most so many.")] = 20,
+    search: Annotated[str | None, typer.Option("--search", "-s", help="Only jobs whose name has this in it.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=100, help="Jobs of one page.")] = 20,
+    page: Annotated[int, typer.Option("--page", "-p", min=1, help="Which page.")] = 1,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
     """List jobs, newest first."""
-    terminal = Terminal()
+    terminal, states = Terminal(), [each.value for each in state or ()]
     wanted = None if label is None else _label(label)
+    skipped = (page - 1) * limit
     with connect(url) as client:
-        jobs = list(client.jobs(state=state.value if state else None, label=wanted, limit=limit))
-    if as_json:
-        terminal.show_json_array(jobs)
-    else:
-        terminal.show(render.jobs_table(jobs) if jobs else Text("No jobs. Submit one with: octet submit job.yaml"))
+        if as_json:
+            one = states[0] if len(states) == 1 else None
+            found = (
+                job
+                for job in client.jobs(state=one, pool=pool, label=wanted)
+                if (not states or job.state in states)
+                and level in (None, job.spec.precision.level)
+                and (search or "").casefold() in job.name.casefold()
+            )
+            terminal.show_json_array(itertools.islice(found, skipped, skipped + limit))
+            return
+        filters = {"level": level, "pool": pool, "label": wanted, "search": search}
+        shown = client.rows(states=states, **filters, limit=limit, offset=skipped)
+        if not shown.data:
+            terminal.show(Text(_empty(client, states, filters, page, shown.total)))
+            return
+    terminal.show(render.rows_table(shown.data, is_narrow=terminal.is_live))
+    terminal.show(render.reasons(shown.data))
+    last = skipped + len(shown.data)
+    if shown.total > len(shown.data):
+        following = f"; the next page: --page {page + 1}" if last < shown.total else ""
+        terminal.note(f"{skipped + 1} to {last} of {shown.total} jobs{following}")
+
+
+def _empty(client: Client, states: Sequence[str], filters: dict[str, str | None], page: int, total: int) -> str:
+    """Say why a list is empty."""
+    if total:
+        return f"Page {page} is empty: all {total} jobs stand on the pages before it."
+    given = [f"--state {state}" for state in states]
+    given += [f"--{name} {value}" for name, value in filters.items() if value is not None]
+    all_jobs = client.rows(limit=1).total
+    if not all_jobs:
+        return "No jobs. Submit one with: octet submit job.yaml"
+    others = f"is {all_jobs} job" if all_jobs == 1 else f"are {all_jobs} jobs"
+    return f"No job fits {' '.join(given)}. Without the filter there {others}: octet list"
 
 
 def _label(text: str) -> str:
@@ -47,7 +89,7 @@ def show(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None
     """Show a job: its state, why it waits or failed, its results."""
     terminal = Terminal()
     with connect(url) as client:
-        job = find_job(client, job_id)
+        job = find_to_read(client, job_id)
         if as_json:
             terminal.show_json(job)
         else:
@@ -58,7 +100,7 @@ def attempts(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> 
     """Show a job's attempts, and why each ended."""
     terminal = Terminal()
     with connect(url) as client:
-        found = list(client.attempts(find_job(client, job_id).id))
+        found = list(client.attempts(find_to_read(client, job_id).id))
     terminal.show_json_array(found) if as_json else terminal.show(render.attempts_table(found))
 
 
@@ -66,29 +108,57 @@ def checkpoints(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) 
     """Show the checkpoints of a job."""
     terminal = Terminal()
     with connect(url) as client:
-        found = list(client.checkpoints(find_job(client, job_id).id))
+        found = list(client.checkpoints(find_to_read(client, job_id).id))
     terminal.show_json_array(found) if as_json else terminal.show(render.checkpoints_table(found))
 
 
 def metrics(
-    job_id: JobId,
-    rows: Annotated[int, typer.Option("--rows", min=2, help="Show so many steps, evenly spread. JSON has all.")] = 25,
+    job_ids: Annotated[list[str], typer.Argument(metavar="JOB…", help="A job as in other commands; several are compared.")],
+    rows: Annotated[
+        int, typer.Option("--rows", min=2, max=1000, help="Rows, each of as many steps; JSON has every step.")
+    ] = 25,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Show a job's curve."""
+    """Show the curve of a job, or of several over one another."""
     terminal = Terminal()
+    if as_json and len(job_ids) > 1:
+        raise typer.BadParameter("--json has the curve of one job. Ask once for each.", param_hint="JOB…")
     with connect(url) as client:
-        points = list(client.metrics(find_job(client, job_id).id))
-    terminal.show_json_array(points) if as_json else terminal.show(render.metrics_table(_spread(points, rows)))
+        jobs = [find_to_read(client, job_id) for job_id in job_ids]
+        if as_json:
+            terminal.show_json_array(client.metrics(jobs[0].id))
+            return
+        if terminal.is_live:
+            _show_chart(client, jobs, terminal)
+        first = client.curve(jobs[0].id, points=rows)
+        curves = [first, *(client.curve(job.id, points=10_000, step_by=first.step_by) for job in jobs[1:])]
+    names = _names_of(jobs)
+    terminal.show(render.curve_table(first) if len(jobs) == 1 else render.comparison_table(names, curves))
+
+
+def _show_chart(client: Client, jobs: Sequence[Job], terminal: Terminal) -> None:
+    curves = [client.curve(job.id, points=_CHART_POINTS) for job in jobs]
+    lines = [Line(name, curve.step, curve.loss) for name, curve in zip(_names_of(jobs), curves, strict=True)]
+    chart = loss_chart(lines, width=min(terminal.out.width, 100) - 1, height=_CHART_LINES)
+    terminal.show(chart if chart is not None else Text("No curve yet: it begins with the second step."))
+
+
+def _names_of(jobs: Sequence[Job]) -> list[str]:
+    """Return a name for each: its own, with its level and then its id where several are alike."""
+    for name_of in (lambda job: job.name, lambda job: f"{job.name} {job.spec.precision.level}", lambda job: job.id):
+        names = [name_of(job) for job in jobs]
+        if len(set(names)) == len(names):
+            break
+    return names
 
 
 def events(job_id: JobId, follow: Follow = False, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show what happened to a job."""
-    terminal = Terminal()
+    terminal, lines = Terminal(), render.Lines()
     with connect(url) as client:
-        for event in client.events(find_job(client, job_id).id, follow=follow):
-            terminal.show_json_line(event) if as_json else terminal.show(render.event_line(event))
+        for event in client.events(find_to_read(client, job_id).id, follow=follow):
+            terminal.show_json_line(event) if as_json else terminal.show(lines.event(event))
 
 
 def logs(
@@ -101,23 +171,21 @@ def logs(
     """Show a job's log."""
     terminal = Terminal()
     with connect(url) as client:
-        for line in client.logs(find_job(client, job_id).id, follow=follow, rank=rank):
-            terminal.show_json_line(line) if as_json else terminal.show(render.log_line(line))
+        job = find_to_read(client, job_id)
+        lines = render.Lines(has_several_ranks=job.spec.resources.workers > 1)
+        for line in client.logs(job.id, follow=follow, rank=rank):
+            terminal.show_json_line(line) if as_json else terminal.show(lines.log(line))
 
 
-def models(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def models(as_json: AsJson = False) -> None:
     """Show the models that a job can name, and the bytes of each at the levels. JSON has every level and architecture."""
-    terminal = Terminal()
-    with connect(url) as client:
-        found = list(client.models())
+    terminal, found = Terminal(), list(Client.models())
     terminal.show_json_array(found) if as_json else terminal.show(render.models_table(found))
 
 
-def levels(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def levels(as_json: AsJson = False) -> None:
     """Show what each precision level stores in what."""
-    terminal = Terminal()
-    with connect(url) as client:
-        found = list(client.levels())
+    terminal, found = Terminal(), list(Client.levels())
     terminal.show_json_array(found) if as_json else terminal.show(render.levels_table(found))
 
 
@@ -127,15 +195,6 @@ def pools(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     with connect(url) as client:
         found = list(client.pools())
     terminal.show_json_array(found) if as_json else terminal.show(render.pools_table(found))
-
-
-def _spread(points: list[MetricPoint], count: int) -> list[MetricPoint]:
-    """Choose `count` evenly spread points, the first and the last among them, and all points with an evaluation."""
-    last = len(points) - 1
-    if last < count:
-        return points
-    kept = {round(position * last / (count - 1)) for position in range(count)}
-    return [point for index, point in enumerate(points) if index in kept or point.evaluation_loss is not None]
 
 
 COMMANDS: Commands = {

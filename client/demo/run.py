@@ -24,7 +24,7 @@ from octet.client.demo.comparison import (
 from octet.client.demo.job import is_long_enough_to_judge
 from octet.client.demo.own_server import OwnServer, own_server
 from octet.client.errors import OctetError
-from octet.client.render import job_details, log_line
+from octet.client.render import Lines, job_details
 from octet.client.signals import handled, leave
 from octet.client.terminal import Terminal
 from octet.client.watch import watch
@@ -103,8 +103,9 @@ def _compare(client: Client, specs: Sequence[JobSpec], terminal: Terminal, check
     unsuccessful = [job for job in jobs if job.state is not JobState.SUCCEEDED]
     for job in unsuccessful:
         terminal.show(job_details(job, []))
+        lines = Lines(has_several_ranks=job.spec.resources.workers > 1)
         for line in list(client.logs(job.id))[-_LOG_LINES_SHOWN:]:
-            terminal.show(log_line(line))
+            terminal.show(lines.log(line))
     if unsuccessful:
         terminal.show(Text(f"FAILED: {', '.join(f'{job.name} {job.state}' for job in unsuccessful)}."))
     has_passed = not unsuccessful and _report(jobs, terminal)

@@ -5,7 +5,15 @@ from deploy.grafana.model import Board, Panel, Query, Row, Variable
 # Every api process tells the same of the database: `max` makes one of them, the sum comes after.
 _JOBS = 'max by (state, pool) (octet_jobs{pool=~"$pool"})'
 _ENDED = "max by (outcome, reason) (increase(octet_attempts_total[$__rate_interval]))"
-_LIVE = "and on (job_id) octet_job_last_report_timestamp_seconds"
+_LIVE = 'and on (job_id) octet_job_state{state!~"succeeded|failed|cancelled"}'
+
+
+def _of_live(metric: str) -> str:
+    """The value of each live job, with the job's name and state."""
+    value = f"max by (job_id, tenant, level, pool) ({metric} {_LIVE})"
+    name = "on (job_id) group_left (name) max by (job_id, name) (octet_job_info)"
+    return f"{value} * {name} * on (job_id) group_left (state) topk by (job_id) (1, octet_job_state)"
+
 
 BOARD = Board(
     uid="octet-fleet",
@@ -166,18 +174,19 @@ BOARD = Board(
                 ),
                 Panel(
                     "Live jobs",
-                    "What each live job last reported. Click one to open it.",
+                    "What each job that has not ended last reported. Click one to open it.",
                     "short",
                     (
-                        Query(f"max by (job_id, tenant, level, pool) (octet_job_step {_LIVE})", "step"),
-                        Query(f"max by (job_id, tenant, level, pool) (octet_job_steps {_LIVE})", "steps"),
-                        Query(f"max by (job_id, tenant, level, pool) (octet_job_loss {_LIVE})", "loss"),
-                        Query(f"max by (job_id, tenant, level, pool) (octet_job_tokens_per_second {_LIVE})", "tokens/s"),
-                        Query(f"max by (job_id, tenant, level, pool) (octet_job_attempts {_LIVE})", "attempts"),
-                        Query(f"max by (job_id, tenant, level, pool) (octet_job_failures {_LIVE})", "failures"),
+                        Query(_of_live("octet_job_step"), "step"),
+                        Query(_of_live("octet_job_steps"), "steps"),
+                        Query(_of_live("octet_job_loss"), "loss"),
+                        Query(_of_live("octet_job_tokens_per_second"), "tokens/s"),
+                        Query(_of_live("octet_job_attempts"), "attempts"),
+                        Query(_of_live("octet_job_failures"), "failures"),
                     ),
                     kind="table",
                     width=24,
+                    hidden=("job_id",),
                 ),
             ),
         ),

@@ -16,13 +16,9 @@ def _by(label: str, metric: str, selector: str = _JOB) -> str:
 
 
 def _changed(metric: str, selector: str = _JOB) -> str:
-    """A value at the moment at which the series begins or changes, and at no other."""
-    now, before = f"max({metric}{selector})", f"max({metric}{selector} offset $__interval)"
+    """A value at the moment at which the series begins or changes, and at no other: scrapes that were missed are no change."""
+    now, before = f"max({metric}{selector})", f"max(last_over_time({metric}{selector}[5m] offset $__interval))"
     return f"{now} != {before} or ({now} unless {before})"
-
-
-def _stat(title: str, description: str, unit: str, expr: str) -> Panel:
-    return Panel(title, description, unit, (Query(expr, title.lower()),), kind="stat", width=4)
 
 
 _NOW = Row(
@@ -30,33 +26,29 @@ _NOW = Row(
     (
         Panel(
             "State",
-            "Also which level, pool and comparison it belongs to.",
+            "Also which level and pool it belongs to.",
             "short",
             (Query(f"max by (state, level, pool) (octet_job_state{_JOB})", "{{state}} · {{level}} · {{pool}}"),),
             kind="stat",
-            width=4,
+            width=8,
+            names=True,
         ),
-        _stat("Done", "Share of the steps.", "percentunit", f"{_reported('octet_job_step')} / {_reported('octet_job_steps')}"),
-        _stat("Time left", "At the speed of the last step.", "s", _reported("octet_job_remaining_seconds")),
-        _stat("Loss", "Of the last step, nats per token.", "short", _reported("octet_job_loss")),
-        _stat("Evaluation loss", "Of the last evaluation, nats per token.", "short", _reported("octet_job_evaluation_loss")),
         Panel(
-            "Attempts and failures",
-            "Attempts that were placed, and those of them that failed.",
-            "short",
-            (
-                Query(_reported("octet_job_attempts"), "attempts"),
-                Query(_reported("octet_job_failures"), "failures"),
-            ),
+            "Done",
+            "Share of the steps.",
+            "percentunit",
+            (Query(f"{_reported('octet_job_step')} / {_reported('octet_job_steps')}", "done"),),
             kind="stat",
-            width=4,
+            width=8,
         ),
-    ),
-)
-
-_LEARNING = Row(
-    "Learning",
-    (
+        Panel(
+            "Time left",
+            "At the speed of the last step.",
+            "s",
+            (Query(_reported("octet_job_remaining_seconds"), "left"),),
+            kind="stat",
+            width=8,
+        ),
         Panel(
             "Loss",
             "Training loss of each step and loss of each evaluation, nats per token. Steps in between are in the API's curve.",
@@ -67,6 +59,30 @@ _LEARNING = Row(
             ),
             width=12,
         ),
+        Panel(
+            "Tokens per second",
+            "Over all ranks: counted by the ranks over a minute, and as last reported.",
+            "short",
+            (
+                Query(f"sum(job_id:octet_train_tokens:rate1m{_JOB})", "over a minute"),
+                Query(_reported("octet_job_tokens_per_second"), "last step"),
+            ),
+            width=6,
+        ),
+        Panel(
+            "Memory by class",
+            "Bytes of live tensors on rank 0 after the first step's backward pass. Activations: what one micro-batch saves.",
+            "bytes",
+            (Query(_by("class", "octet_memory_bytes", '{job_id="$job_id", rank="0"}'), "{{class}}"),),
+            kind="stacked",
+            width=6,
+        ),
+    ),
+)
+
+_LEARNING = Row(
+    "Learning",
+    (
         Panel(
             "Gradient norm",
             "Global L2 norm before clipping, as last reported and as each rank has it: they must agree.",
@@ -129,20 +145,12 @@ _LEARNING = Row(
             width=12,
         ),
     ),
+    is_collapsed=True,
 )
 
 _SPEED = Row(
     "Speed",
     (
-        Panel(
-            "Tokens per second",
-            "Over all ranks: counted by the ranks over a minute, and as last reported.",
-            "short",
-            (
-                Query(f"sum(job_id:octet_train_tokens:rate1m{_JOB})", "over a minute"),
-                Query(_reported("octet_job_tokens_per_second"), "last step"),
-            ),
-        ),
         Panel(
             "Sequences per second",
             "Over all ranks.",
@@ -195,6 +203,15 @@ _SPEED = Row(
             (Query(_reported("octet_job_data_wait_seconds"), "wait for data"),),
         ),
         Panel(
+            "Attempts and failures",
+            "Attempts that were placed, and those of them that failed.",
+            "short",
+            (
+                Query(_reported("octet_job_attempts"), "attempts"),
+                Query(_reported("octet_job_failures"), "failures"),
+            ),
+        ),
+        Panel(
             "Start",
             "From the placement of the last attempt to each phase of its start, and the wait for the slot before.",
             "s",
@@ -217,19 +234,12 @@ _SPEED = Row(
             (Query(f"time() - {_reported('octet_job_last_report_timestamp_seconds')}", "last report"),),
         ),
     ),
+    is_collapsed=True,
 )
 
 _MEMORY = Row(
     "Memory",
     (
-        Panel(
-            "Memory by class",
-            "Bytes of live tensors on rank 0 after the first step's backward pass. Activations: what one micro-batch saves.",
-            "bytes",
-            (Query(_by("class", "octet_memory_bytes", '{job_id="$job_id", rank="0"}'), "{{class}}"),),
-            kind="stacked",
-            width=12,
-        ),
         Panel(
             "Memory used",
             "In use, the most so far, and what there is, by rank: of the device on cuda, of the process on cpu.",
@@ -250,6 +260,7 @@ _MEMORY = Row(
             width=6,
         ),
     ),
+    is_collapsed=True,
 )
 
 _FP8 = Row(
@@ -295,6 +306,7 @@ _FP8 = Row(
             kind="stacked",
         ),
     ),
+    is_collapsed=True,
 )
 
 _WIRE = Row(
@@ -333,6 +345,7 @@ _WIRE = Row(
             ),
         ),
     ),
+    is_collapsed=True,
 )
 
 _GPU = Row(
@@ -402,13 +415,21 @@ _GPU = Row(
             needs="dcgm",
         ),
     ),
+    is_collapsed=True,
 )
 
 BOARD = Board(
     uid="octet-job",
     title="Octet / Job",
     description="One job: learning, speed, memory, FP8 health, wire, checkpoints, GPU.",
-    variables=(Variable("job_id", "Job", "label_values(octet_job_info, job_id)"),),
+    variables=(
+        Variable(
+            "job_id",
+            "Job",
+            'query_result(label_join(octet_job_info, "title", " ", "name", "level", "job_id"))',
+            regex='/job_id="(?<value>[^"]+)".*title="(?<text>[^"]+)"/',
+        ),
+    ),
     annotations=(
         Annotation("Checkpoint", _changed("octet_job_last_checkpoint_step"), "blue"),
         Annotation("Attempt", _changed("octet_job_attempts"), "orange"),

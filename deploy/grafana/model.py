@@ -17,7 +17,18 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 TAG = "octet"
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 GrafanaPanel = timeseries.Panel | stat.Panel | bargauge.Panel | table.Panel | xychart.Panel
-Kind = Literal["lines", "stacked", "points", "stat", "bars", "table", "xy"]
+Kind = Literal["lines", "stacked", "points", "stat", "bars", "table", "xy", "by_step"]
+
+STATE_COLORS = {
+    "queued": "yellow",
+    "starting": "light-blue",
+    "running": "blue",
+    "cancelling": "light-purple",
+    "succeeded": "green",
+    "failed": "red",
+    "cancelled": "purple",
+}
+"""One colour for each state of a job and outcome of an attempt, on every board; the terminal has the same hues."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,9 @@ class Panel:
     """One panel. `unit` is Grafana's id of it; `log` draws the axis in powers of ten.
 
     An `xy` panel draws its second query over its first, a point for each moment at which both have a value; the second one's
-    legend is the label that tells its curves apart.
+    legend is the label that tells its curves apart. A `by_step` panel draws the present values of all its queries over their
+    label `step`; the label `curve` tells its curves apart. `names`: a stat shows the legend, not the value. `hidden`: labels
+    that a table needs for its links and does not show. `around_zero`: the axis may be negative.
     """
 
     title: str
@@ -43,23 +56,33 @@ class Panel:
     kind: Kind = "lines"
     width: int = 8
     log: bool = False
+    names: bool = False
+    hidden: tuple[str, ...] = ()
+    around_zero: bool = False
     needs: Literal["nothing", "gpu", "dcgm"] = "nothing"
 
 
 @dataclass(frozen=True)
 class Row:
+    """Panels below a title. A collapsed row loads its panels once it is opened."""
+
     title: str
     panels: tuple[Panel, ...]
+    is_collapsed: bool = False
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A choice at the top of the board. `multi`: several, or all, to be matched with =~."""
+    """A choice at the top of the board. `multi`: several, or all, to be matched with =~.
+
+    `regex` takes the value, and the text that is shown for it, out of each line of `query_result`.
+    """
 
     name: str
     label: str
     query: str
     multi: bool = False
+    regex: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,10 +134,16 @@ def to_grafana(board: Board) -> models.Dashboard:
         builder.annotation(query.expr(annotation.expr).icon_color(annotation.color))
     number = 0
     for row in board.rows:
-        builder.with_row(dashboard.Row(row.title))
-        for panel in row.panels:
-            number += 1
-            builder.with_panel(_panel(panel, number))
+        heading = dashboard.Row(row.title)
+        panels = [_panel(panel, number + place) for place, panel in enumerate(row.panels, 1)]
+        number += len(panels)
+        if row.is_collapsed:
+            for panel in panels:
+                heading.with_panel(panel)
+        builder.with_row(heading)
+        if not row.is_collapsed:
+            for panel in panels:
+                builder.with_panel(panel)
     return builder.build()
 
 
@@ -128,6 +157,7 @@ def _variable(variable: Variable) -> dashboard.QueryVariable:
         .sort(models.VariableSort.ALPHABETICAL_DESC)
         .multi(variable.multi)
         .include_all(variable.multi)
+        .regex(variable.regex)
     )
     return builder.all_value(".*") if variable.multi else builder
 
@@ -139,7 +169,7 @@ def _panel(panel: Panel, number: int) -> GrafanaPanel:
     for index, query in enumerate(panel.queries):
         target = prometheus.Dataquery().expr(query.expr).legend_format(query.legend).ref_id(chr(ord("A") + index))
         target.datasource(SOURCE)
-        if panel.kind == "table":
+        if panel.kind in {"table", "by_step"}:
             target.instant().format(PromQueryFormat.TABLE)
         elif panel.kind == "xy":
             target.range().format(PromQueryFormat.TABLE)
@@ -148,7 +178,13 @@ def _panel(panel: Panel, number: int) -> GrafanaPanel:
         else:
             target.range()
         builder.with_target(target)
+    for state, color in STATE_COLORS.items() if _tells_states_apart(panel) else ():
+        builder.override_by_name(state, [models.DynamicConfigValue("color", {"mode": "fixed", "fixedColor": color})])
     return builder
+
+
+def _tells_states_apart(panel: Panel) -> bool:
+    return any(query.legend in {"{{state}}", "{{outcome}}"} and "octet_layers" not in query.expr for query in panel.queries)
 
 
 def _lines(panel: Panel) -> timeseries.Panel:
@@ -159,32 +195,39 @@ def _lines(panel: Panel) -> timeseries.Panel:
         builder.draw_style(common_models.GraphDrawStyle.POINTS).point_size(6)
     if panel.log:
         builder.scale_distribution(common.ScaleDistributionConfig().type(common_models.ScaleDistribution.LOG).log(10))
-    else:
+    elif not panel.around_zero:
         builder.min(0)
     legend = common.VizLegendOptions().display_mode(common_models.LegendDisplayMode.LIST).show_legend(True)
     tooltip = common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI)
+    legend.calcs(["lastNotNull"])
     return builder.legend(legend.placement(common_models.LegendPlacement.BOTTOM)).tooltip(tooltip)
 
 
 def _stat(panel: Panel) -> stat.Panel:
-    return stat.Panel().graph_mode(common_models.BigValueGraphMode.NONE).reduce_options(_last())
+    shown = common_models.BigValueTextMode.NAME if panel.names else common_models.BigValueTextMode.AUTO
+    return stat.Panel().graph_mode(common_models.BigValueGraphMode.NONE).reduce_options(_last()).text_mode(shown)
 
 
 def _bars(panel: Panel) -> bargauge.Panel:
-    return bargauge.Panel().orientation(common_models.VizOrientation.HORIZONTAL).reduce_options(_last()).min(0)
+    builder = bargauge.Panel().orientation(common_models.VizOrientation.HORIZONTAL).reduce_options(_last())
+    return builder if panel.around_zero else builder.min(0)
 
 
 def _table(panel: Panel) -> table.Panel:
     """One row for each set of labels, one column for each query, under the query's legend."""
     names = {f"Value #{chr(ord('A') + index)}": query.legend for index, query in enumerate(panel.queries)}
     organize = {"excludeByName": {"Time": True}, "renameByName": names | {"Value": panel.queries[0].legend}}
-    to_job = dashboard.DashboardLink("Open the job").url("/d/octet-job?var-job_id=${__data.fields.job_id}&${__url_time_range}")
-    return (
+    builder = (
         table.Panel()
         .with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
         .with_transformation(models.DataTransformerConfig(id_val="organize", options=organize))
-        .data_links([to_job])
     )
+    for label in panel.hidden:
+        builder.override_by_name(label, [models.DynamicConfigValue("custom.hidden", True)])
+    if "job_id" not in panel.hidden:
+        return builder
+    to_job = dashboard.DashboardLink("Open the job").url("/d/octet-job?var-job_id=${__data.fields.job_id}&${__url_time_range}")
+    return builder.data_links([to_job])
 
 
 def _xy(panel: Panel) -> xychart.Panel:
@@ -207,6 +250,30 @@ def _xy(panel: Panel) -> xychart.Panel:
     )
 
 
+def _by_step(panel: Panel) -> xychart.Panel:
+    """Rows of labels and a value, then a frame for each curve, in the order of its steps."""
+    legend = common.VizLegendOptions().display_mode(common_models.LegendDisplayMode.LIST).show_legend(True)
+    tooltip = common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.SINGLE)
+    to_number = {"conversions": [{"targetField": "step", "destinationType": "number"}], "fields": {}}
+    order = {"excludeByName": {"Time": True}, "indexByName": {"curve": 0, "step": 1, "Value": 2}, "renameByName": {}}
+    steps = [
+        ("merge", {}),
+        ("convertFieldType", to_number),
+        ("sortBy", {"fields": {}, "sort": [{"field": "step"}]}),
+        ("organize", order),
+        ("partitionByValues", {"fields": ["curve"], "keepFields": False}),
+    ]
+    builder = xychart.Panel().mapping(xychart_models.SeriesMapping.AUTO).show(xychart_models.XYShowMode.POINTS_AND_LINES)
+    for name, options in steps:
+        builder.with_transformation(models.DataTransformerConfig(id_val=name, options=options))
+    return (
+        builder.point_size(xychart.XychartFieldConfigPointSize().fixed(5))
+        .override_by_name("Value", [models.DynamicConfigValue("custom.axisLabel", panel.title)])
+        .legend(legend.placement(common_models.LegendPlacement.BOTTOM))
+        .tooltip(tooltip)
+    )
+
+
 def _last() -> common.ReduceDataOptions:
     return common.ReduceDataOptions().calcs(["lastNotNull"])
 
@@ -219,4 +286,5 @@ _BUILDERS: dict[Kind, Callable[[Panel], GrafanaPanel]] = {
     "bars": _bars,
     "table": _table,
     "xy": _xy,
+    "by_step": _by_step,
 }

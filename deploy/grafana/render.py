@@ -1,4 +1,7 @@
-"""Draws a board from what Prometheus has, so that a reader sees it without Grafana. matplotlib, one PNG for each board."""
+"""Draws a board from what Prometheus has, so that a reader sees it without Grafana. matplotlib, one PNG for each board.
+
+Panels that need a GPU are left out: a picture shows what its run measured, and nothing else.
+"""
 
 import math
 import re
@@ -14,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from deploy.grafana.model import Board, Panel, Query
+from deploy.grafana.model import STATE_COLORS, Board, Panel, Query
 from octet.api_schemas.levels import LEVELS
 
 Series = list[dict[str, Any]]
@@ -33,6 +36,11 @@ _LEVEL_COLORS = {
     "O2": "#4c78a8", "O2-8bit": "#f58518", "O3": "#e45756", "O3-split": "#ff9da6", "O3-split-8bit": "#eeca3b",
 }  # fmt: skip
 _BAR = "#4c78a8"
+_MATPLOTLIB = {
+    "yellow": "#f2cc0c", "light-blue": "#8ab8ff", "blue": "#3274d9", "light-purple": "#ca95e5", "green": "#56a64b",
+    "red": "#e02f44", "purple": "#a352cc",
+}  # fmt: skip
+"""Grafana's names of colours."""
 
 
 def draw(board: Board, ask: Ask, path: Path, start: float) -> None:
@@ -62,9 +70,12 @@ def _layout(board: Board) -> tuple[dict[str, list[Any]], int]:
     places: dict[str, list[Any]] = {"rows": [(board.title, 0)], "panels": []}
     row = 2
     for group in board.rows:
+        panels = [panel for panel in group.panels if panel.needs == "nothing"]
+        if not panels:
+            continue
         places["rows"].append((group.title, row))
         row, column, height = row + 1, 0, 0
-        for panel in group.panels:
+        for panel in panels:
             if column + panel.width > _COLUMNS:
                 row, column, height = row + height, 0, 0
             places["panels"].append((panel, row, column))
@@ -93,7 +104,9 @@ def _draw_lines(axes: Axes, panel: Panel, ask: Ask, start: float) -> None:
     if panel.kind == "stacked" and curves:
         moments = sorted({moment for _, times, _ in curves for moment in times})
         heights = [_aligned(times, values, moments) for _, times, values in curves]
-        axes.stackplot(moments, heights, labels=[name for name, _, _ in curves], alpha=0.75)
+        names = [name for name, _, _ in curves]
+        colors = [_MATPLOTLIB[STATE_COLORS[name]] for name in names] if set(names) <= set(STATE_COLORS) else None
+        axes.stackplot(moments, heights, labels=names, alpha=0.75, colors=colors)
     for name, times, values in curves if panel.kind != "stacked" else ():
         marker = "." if len(times) < 40 else None
         axes.plot(times, values, marker=marker, linewidth=1.2, markersize=3, label=name, color=_color_of_level(name))
@@ -119,7 +132,24 @@ def _draw_xy(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
     axes.set_xlabel(panel.queries[0].legend, fontsize=7, labelpad=1)
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.25)
-    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=6, ncols=2, loc="best", framealpha=0.6)
+
+
+def _draw_by_step(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for query in panel.queries:
+        for series in ask(query.expr):
+            if (value := _last(series)) is not None:
+                found.setdefault(series["metric"]["curve"], []).append((float(series["metric"]["step"]), value))
+    for name, points in sorted(found.items()):
+        steps, values = zip(*sorted(points), strict=True)
+        is_band = name not in LEVELS
+        style, color = ("--", "#999999") if is_band else (".-", _color_of_level(name))
+        axes.plot(steps, values, style, markersize=5, linewidth=1.2, label=name, color=color, zorder=1 if is_band else 2)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human(value, panel.unit)))
+    axes.set_xlabel("step", fontsize=7, labelpad=1)
+    axes.tick_params(labelsize=7)
+    axes.grid(alpha=0.25)
     axes.legend(fontsize=6, ncols=2, loc="best", framealpha=0.6)
 
 
@@ -148,11 +178,12 @@ def _draw_stat(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
     now = max((series["values"][-1][0] for _, series in found), default=0.0)
     values = [(name, _last(series)) for name, series in found if series["values"][-1][0] == now]
     shown = [(name, value) for name, value in values if value is not None]
-    if len(shown) == 1 and "·" not in shown[0][0] and panel.title != "Version":
+    if panel.names:
+        texts = [name for name, _ in shown]
+    elif len(shown) == 1:
         texts = [human(shown[0][1], panel.unit)]
     else:
-        texts = [name if value == 1 and ("·" in name or panel.title == "Version") else f"{name} {human(value, panel.unit)}"
-                 for name, value in shown]  # fmt: skip
+        texts = [f"{name} {human(value, panel.unit)}" for name, value in shown]
     size = 17 if len(texts) == 1 and len(texts[0]) < 12 else 9
     axes.text(0.02, 0.5, "\n".join(texts) or "no data", fontsize=size, va="center", color="#2f6f4f")
 
@@ -183,11 +214,16 @@ def _color_of_level(name: str) -> str | None:
 
 
 def _draw_table(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
+    """Draw the rows of the last moment that has any: the table of a run that is over would be empty."""
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     names: list[str] = []
-    for query in panel.queries:
-        for series in ask(query.expr):
-            names = sorted(series["metric"])
+    answers = [(query, ask(query.expr)) for query in panel.queries]
+    now = max((series["values"][-1][0] for _, found in answers for series in found), default=0.0)
+    for query, found in answers:
+        for series in found:
+            if series["values"][-1][0] < now:
+                continue
+            names = sorted(set(series["metric"]) - set(panel.hidden))
             value = _last(series)
             if value is not None:
                 rows.setdefault(tuple(series["metric"][name] for name in names), {})[query.legend] = human(value, panel.unit)
@@ -222,7 +258,7 @@ def _aligned(times: list[float], values: list[float], moments: list[float]) -> l
 def human(value: float, unit: str) -> str:
     """A number as the unit is read."""
     if unit == "percentunit":
-        return f"{value * 100:.3g} %"
+        return f"{round(value * 100, 6):.3g} %"
     if unit == "mbytes":
         return human(value * 2**20, "bytes")
     if unit == "sci":
@@ -236,4 +272,4 @@ def human(value: float, unit: str) -> str:
     return f"{value:.4g}{suffix}"
 
 
-_DRAWN = {"stat": _draw_stat, "bars": _draw_bars, "table": _draw_table, "xy": _draw_xy}
+_DRAWN = {"stat": _draw_stat, "bars": _draw_bars, "table": _draw_table, "xy": _draw_xy, "by_step": _draw_by_step}

@@ -63,7 +63,15 @@ _CONTROL = Row(
             kind="stat",
             width=8,
         ),
-        Panel("Version", "What runs.", "short", (Query("max by (version) (octet_build_info)", "{{version}}"),), "stat", 4),
+        Panel(
+            "Version",
+            "What runs.",
+            "short",
+            (Query("max by (version) (octet_build_info)", "{{version}}"),),
+            kind="stat",
+            width=4,
+            names=True,
+        ),
         Panel(
             "Series left out",
             "Dropped because a rank or a job was over its budget, in the time that is shown; and jobs without series of "

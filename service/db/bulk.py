@@ -98,6 +98,34 @@ class ForIds:
         return run(connection, compiled.sql, compiled.parameters(dict(zip(names, ids, strict=True)) | others))
 
 
+class Lookup:
+    """A query of rows that belong to given values: its text reads these from a table named `given`."""
+
+    def __init__(self, columns: Sequence[Column[Any]], sql: str) -> None:
+        """columns: those that `given` has, with their names."""
+        self._columns, self._query = columns, sql
+        self._sql: dict[tuple[str, int], str] = {}
+
+    def execute(self, transaction: Transaction, values: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Return the rows of all given values, as the driver gives them, in no order."""
+        connection = connection_of(transaction)
+        if not values:
+            return []
+        if connection.dialect.name != "sqlite":
+            return list(run(connection, self._text(connection.dialect, 0), _arrays(self._columns, zip(*values, strict=True))))
+        parts = [values[begin:end] for begin, end in _parts(len(values))]
+        texts = [self._text(connection.dialect, len(part)) for part in parts]
+        found = [run(connection, sql, tuple(chain.from_iterable(part))) for sql, part in zip(texts, parts, strict=True)]
+        return list(chain.from_iterable(found))
+
+    def _text(self, dialect: Dialect, num_rows: int) -> str:
+        key = dialect.name, num_rows
+        if key not in self._sql:
+            names = ", ".join(column.name for column in self._columns)
+            self._sql[key] = f"WITH given({names}) AS ({_given(dialect, self._columns, num_rows)}) {self._query}"
+        return self._sql[key]
+
+
 class Rows:
     """Adds rows to a table. Many rows are one statement: on SQLite with a list of values, on PostgreSQL with an array of
     each column's values.

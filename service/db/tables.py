@@ -53,6 +53,8 @@ class JobRow(Base):
         ),
         Index("ix_jobs_state_pool_id", "state", "pool", "id"),
         Index("ix_jobs_name_id", "name", "id"),
+        Index("ix_jobs_rows", "id", "tenant", "state", "pool", "level", "name"),
+        Index("ix_jobs_best_evaluation_loss", "best_evaluation_loss", "id"),
         Index("ix_jobs_live", "id", sqlite_where=text(LIVE_JOB), postgresql_where=text(LIVE_JOB)),
         Index("ix_jobs_finished_at", "finished_at", sqlite_where=text(ENDED_JOB), postgresql_where=text(ENDED_JOB)),
         Index(
@@ -73,6 +75,7 @@ class JobRow(Base):
     workers: Mapped[int]
     min_workers: Mapped[int | None]
     priority: Mapped[int]
+    level: Mapped[str] = mapped_column(String(32), server_default="")
     spec: Mapped[dict[str, Any]] = mapped_column()
 
     created_at: Mapped[datetime]
@@ -99,6 +102,7 @@ class JobRow(Base):
     remaining_s: Mapped[float | None]
     reported_at: Mapped[datetime | None]
     steps: Mapped[int | None] = mapped_column(BigInteger)
+    best_evaluation_loss: Mapped[float | None]
 
     @property
     def num_steps(self) -> int | None:
@@ -208,6 +212,23 @@ class EvaluationRow(Base):
     step: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     loss: Mapped[float | None]
     metrics: Mapped[dict[str, Any]]
+
+
+class MeasurementRow(Base):
+    """The last measurements of a job by its rank 0: its size, the bytes that it holds, and its worst layers in FP8."""
+
+    __tablename__ = "measurements"
+
+    job_id: Mapped[str] = mapped_column(id_column(), ForeignKey("jobs.id"), primary_key=True)
+    attempt_id: Mapped[str] = mapped_column(id_column())
+    at: Mapped[datetime]
+    step: Mapped[int] = mapped_column(BigInteger)
+    num_parameters: Mapped[int] = mapped_column(BigInteger)
+    num_layers_converted: Mapped[int] = mapped_column(BigInteger)
+    num_layers_filtered: Mapped[int] = mapped_column(BigInteger)
+    num_layers_skipped: Mapped[int] = mapped_column(BigInteger)
+    memory: Mapped[dict[str, Any] | None]
+    layers: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
 class CheckpointRow(Base):

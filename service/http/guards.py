@@ -15,6 +15,7 @@ from starlette.datastructures import QueryParams
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octet.api_schemas import Violation
+from octet.api_schemas.base import contract_in
 from octet.service.errors import MOST_VIOLATIONS, InvalidRequest, WrongHost
 from octet.service.http.problems import render
 
@@ -56,7 +57,9 @@ def refuse_unknown(query: QueryParams, known: list[str]) -> None:
 
 def _query_parameters(dependant: Dependant) -> Iterator[str]:
     """Name what a route and its dependencies read of the query. The OpenAPI document has them too; it takes 0.5 s to build."""
-    yield from (parameter.alias for parameter in dependant.query_params)
+    for parameter in dependant.query_params:
+        model = contract_in(parameter.field_info.annotation)
+        yield from [parameter.alias] if model is None else model.model_fields
     for dependency in dependant.dependencies:
         yield from _query_parameters(dependency)
 

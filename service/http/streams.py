@@ -1,16 +1,20 @@
-"""Server-sent events: a job's events or log lines as they arrive, until the job is over. The id of each is its number.
+"""Server-sent events: a job's events or log lines as they arrive, or all that one browser shows in one stream.
 
-A client that was cut off sends the last id it saw (Last-Event-ID) and misses nothing. One reader polls the database, which
-is the one thing that all processes share, for all streams of this process together: what is new is read and rendered once,
-and handed to every stream that waits for it. A stream that is further behind reads for itself.
+A client that was cut off sends the last id it saw (Last-Event-ID) and misses nothing. The id is an item's number; in a
+stream of several sources it has the place in each of them. One reader polls the database, which is the one thing that all
+processes share, for all streams of this process together: what is new is read and rendered once, and handed to every stream
+that waits for it. A stream that is further behind reads for itself. Lists of jobs have a present and no history: a stream
+sends one whole at first, and then what changes in it.
 """
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
@@ -24,6 +28,7 @@ from octet.service.store.jobs import Head
 
 EVENT_STREAM = "text/event-stream"
 POLL_S = 0.1
+LIST_POLL_S = 1.0
 KEEP_ALIVE_S = 15.0
 _AT_ONCE = 500
 _READ_AT_ONCE = 25
@@ -33,6 +38,8 @@ _KEPT_CHARACTERS = 1 << 20
 _THREADS = 4
 
 Item = TypeVar("Item", bound=Contract)
+Place = Any
+"""The progress of a stream in a source: a number or a tuple of numbers, which grows with the source."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,23 +48,58 @@ logger = logging.getLogger(__name__)
 class Source(Generic[Item]):
     """The items that a stream sends.
 
-    `read(session, job_id, after, limit)` lists items in order; `key` is an item's number; `last` is the number of the job's
+    `read(session, job_id, after, limit)` lists items in order; `key` is an item's place; `last` is the place of the job's
     last item.
     """
 
     name: str
-    read: Callable[[Session, str, int, int], list[Item]]
-    key: Callable[[Item], int]
-    last: Callable[[Head], int]
+    read: Callable[[Session, str, Place, int], list[Item]]
+    key: Callable[[Item], Place]
+    last: Callable[[Head], Place]
+
+
+class Subscription(NamedTuple):
+    """A source of a job, from the item that follows `after`."""
+
+    source: Source[Any]
+    job_id: str
+    after: Place
+
+
+class ListState(NamedTuple):
+    """A list as it is now: how many there are in all, and those in sight, each with its id and JSON."""
+
+    total: int
+    items: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class ListSource:
+    """A list that streams show. Sources of the same name and owner share what is read."""
+
+    name: str
+    owner: str | None
+    read: Callable[[Session], ListState] = field(compare=False)
 
 
 @dataclass(frozen=True)
 class _News:
-    """Rendered items, from the one that follows number `after` up to number `last`."""
+    """Rendered items, each with its place: from the one that follows `after` up to the one at `last`."""
 
-    after: int
-    last: int
-    text: str
+    name: str
+    after: Place
+    last: Place
+    items: Sequence[tuple[Place, str]]
+
+    @cached_property
+    def text(self) -> str:
+        """The messages of a stream of this source alone."""
+        return "".join([f"id: {key}\nevent: {self.name}\ndata: {text}\n\n" for key, text in self.items])
+
+    @cached_property
+    def data(self) -> str:
+        """The items as an array."""
+        return f"[{','.join(text for _, text in self.items)}]"
 
 
 @dataclass(eq=False)
@@ -67,13 +109,13 @@ class _Feed:
     job_id: str
     source: Source[Any]
     num_streams: int = 0
-    last: int | None = None
+    last: Place | None = None
     is_over: bool = False
     error: Exception | None = None
-    news: dict[int, _News] = field(default_factory=dict)  # by `after`, oldest first
+    news: dict[Place, _News] = field(default_factory=dict)  # by `after`, oldest first
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def show(self, last: int, is_over: bool, news: Sequence[_News], error: Exception | None = None) -> None:
+    def show(self, last: Place, is_over: bool, news: Sequence[_News], error: Exception | None = None) -> None:
         """Wake the streams if there is something new."""
         if (last, is_over, error) == (self.last, self.is_over, None):
             return
@@ -85,31 +127,88 @@ class _Feed:
         self.changed = asyncio.Event()
 
 
+@dataclass(eq=False)
+class _ListFeed:
+    """The state shared by the streams that show one list. `due_at`: when it is read next, by the event loop's clock."""
+
+    source: ListSource
+    num_streams: int = 0
+    due_at: float = 0.0
+    state: ListState | None = None
+    error: Exception | None = None
+
+    def show(self, state: ListState, due_at: float) -> None:
+        """Take what was read. A list that has not changed stays the same object."""
+        self.due_at, self.error = due_at, None
+        if state != self.state:
+            self.state = state
+
+
 class Streams:
     """All streams of one process. They live in one event loop; reads of the database have threads of their own."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._feeds: dict[tuple[str, str], _Feed] = {}
+        self._lists: dict[ListSource, _ListFeed] = {}
+        self._changed = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._looked: asyncio.Event | None = None
         self._threads = CapacityLimiter(_THREADS)
 
-    def open(self, job_id: str, source: Source[Item], after: int) -> StreamingResponse:
-        """Answer with the job's items after number `after`."""
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._messages(job_id, source, after), media_type=EVENT_STREAM, headers=headers)
+    def open(self, job_id: str, source: Source[Item], after: Place) -> StreamingResponse:
+        """Answer with the job's items after number `after`, until the job is over."""
+        return _answer(self._messages(job_id, source, after))
 
-    async def _messages(self, job_id: str, source: Source[Item], after: int) -> AsyncIterator[str]:
+    def open_many(self, subscriptions: Sequence[Subscription], lists: Sequence[ListSource]) -> StreamingResponse:
+        """Answer with the items of several sources, and with lists as they change, until the client goes away."""
+        return _answer(self._messages_of_many(subscriptions, lists))
+
+    async def _messages_of_many(self, subscriptions: Sequence[Subscription], lists: Sequence[ListSource]) -> AsyncIterator[str]:
+        yield ": here\n\n"
+        places = {(source.name, job_id): after for source, job_id, after in subscriptions}
+        sent: dict[ListSource, ListState] = {}
+        with ExitStack() as following:
+            feeds = [following.enter_context(self._following(job_id, source)) for source, job_id, _ in subscriptions]
+            list_feeds = [following.enter_context(self._watching(source)) for source in lists]
+            while True:
+                changed = self._changed  # what comes after this moment sets it
+                is_quiet = True
+                for feed in feeds:
+                    key = feed.source.name, feed.job_id
+                    while (news := await self._next(feed, places[key])) is not None:
+                        places[key], is_quiet = news.last, False
+                        cursors = ",".join(cursor_of(*of, place) for of, place in places.items())
+                        yield f'id: {cursors}\nevent: {news.name}\ndata: {{"job_id":"{feed.job_id}","data":{news.data}}}\n\n'
+                for of_list in list_feeds:
+                    if of_list.error is not None:
+                        raise of_list.error
+                    state = of_list.state
+                    if state is not None and state is not sent.get(of_list.source):
+                        is_quiet = False
+                        yield _changes(of_list.source.name, sent.get(of_list.source), state)
+                        sent[of_list.source] = state
+                if is_quiet:
+                    try:
+                        await asyncio.wait_for(changed.wait(), KEEP_ALIVE_S)
+                    except TimeoutError:
+                        yield ": still here\n\n"
+
+    async def _next(self, feed: _Feed, after: Place) -> _News | None:
+        """Return what follows a place in a source; None if there is nothing yet."""
+        if feed.error is not None:
+            raise feed.error
+        news = feed.news.get(after)
+        if news is None and (feed.last is None or after < feed.last):
+            news = await run_sync(self._read_after, feed, after, limiter=self._threads)
+        return news
+
+    async def _messages(self, job_id: str, source: Source[Item], after: Place) -> AsyncIterator[str]:
         yield ": here\n\n"
         with self._following(job_id, source) as feed:
             while True:
                 changed = feed.changed  # what comes after this moment sets it
-                if feed.error is not None:
-                    raise feed.error
-                news = feed.news.get(after)
-                if news is None and (feed.last is None or after < feed.last):
-                    news = await run_sync(self._read_after, feed, after, limiter=self._threads)
+                news = await self._next(feed, after)
                 if news is not None:
                     after = news.last
                     yield news.text
@@ -134,8 +233,7 @@ class Streams:
         key = (source.name, job_id)
         feed = self._feeds.setdefault(key, _Feed(job_id, source))
         feed.num_streams += 1
-        if self._reader is None or self._reader.done():
-            self._reader = asyncio.get_running_loop().create_task(self._look_again_and_again())
+        self._start_reader()
         try:
             yield feed
         finally:
@@ -143,31 +241,61 @@ class Streams:
             if not feed.num_streams:
                 del self._feeds[key]
 
+    @contextmanager
+    def _watching(self, source: ListSource) -> Iterator[_ListFeed]:
+        feed = self._lists.setdefault(source, _ListFeed(source))
+        feed.num_streams += 1
+        self._start_reader()
+        try:
+            yield feed
+        finally:
+            feed.num_streams -= 1
+            if not feed.num_streams:
+                del self._lists[source]
+
+    def _start_reader(self) -> None:
+        if self._reader is None or self._reader.done():
+            self._reader = asyncio.get_running_loop().create_task(self._look_again_and_again())
+
     async def _look_again_and_again(self) -> None:
-        while self._feeds:
-            feeds = list(self._feeds.values())
+        while self._feeds or self._lists:
+            feeds, now = list(self._feeds.values()), asyncio.get_running_loop().time()
+            due = [feed for feed in self._lists.values() if now >= feed.due_at]
             looked = self._looked = asyncio.Event()
             try:
                 shown = await run_sync(self._look, feeds, limiter=self._threads)
+                states = await run_sync(self._look_at_lists, due, limiter=self._threads) if due else []
             except Exception as error:
                 logger.exception("the events of jobs cannot be read; their streams end")
                 for feed in feeds:
                     feed.show(feed.last or 0, feed.is_over, (), error)
+                for of_list in due:
+                    of_list.error = error
             else:
                 for feed, (last, is_over, news) in zip(feeds, shown, strict=True):
                     feed.show(last, is_over, news)
+                for of_list, state in zip(due, states, strict=True):
+                    of_list.show(state, now + LIST_POLL_S)
             finally:
                 looked.set()
+                self._changed.set()
+                self._changed = asyncio.Event()
             if all(feed.last is not None for feed in self._feeds.values()):
                 await asyncio.sleep(POLL_S)
 
-    def _look(self, feeds: Sequence[_Feed]) -> list[tuple[int, bool, list[_News]]]:
-        """Read what is new in each feed: the number of its last item, whether its job is over, and the rendered items."""
+    def _look_at_lists(self, feeds: "Sequence[_ListFeed]") -> list[ListState]:
+        with self._database.read() as session:
+            return [feed.source.read(session) for feed in feeds]
+
+    def _look(self, feeds: Sequence[_Feed]) -> list[tuple[Place, bool, list[_News]]]:
+        """Read what is new in each feed: the place of its last item, whether its job is over, and the rendered items."""
+        if not feeds:
+            return []
         with self._database.read() as session:
             heads = store.jobs.heads(session, {feed.job_id for feed in feeds})
             return [self._look_at(session, feed, heads.get(feed.job_id)) for feed in feeds]
 
-    def _look_at(self, session: Session, feed: _Feed, head: Head | None) -> tuple[int, bool, list[_News]]:
+    def _look_at(self, session: Session, feed: _Feed, head: Head | None) -> tuple[Place, bool, list[_News]]:
         if head is None:
             return feed.last or 0, True, []
         target = feed.source.last(head)
@@ -179,19 +307,19 @@ class Streams:
                 return target, head.is_over, news  # the streams read the rest for themselves
         return last, head.is_over, news
 
-    def _read_after(self, feed: _Feed, after: int) -> _News | None:
+    def _read_after(self, feed: _Feed, after: Place) -> _News | None:
         with self._database.read() as session:
             return _read(session, feed, after)
 
 
 def read_part(
-    session: Session, job_id: str, source: Source[Item], after: int, limit: int, most_characters: int
-) -> tuple[list[tuple[int, str]], bool]:
+    session: Session, job_id: str, source: Source[Item], after: Place, limit: int, most_characters: int
+) -> tuple[list[tuple[Place, str]], bool]:
     """Read the next items of a job, each as its number and JSON. True comes with them if there was no room for another.
 
     There are `limit` of them, or fewer: those that have `most_characters` together, and one at least.
     """
-    part: list[tuple[int, str]] = []
+    part: list[tuple[Place, str]] = []
     num_characters = 0
     while len(part) < limit:
         num_wanted = min(_READ_AT_ONCE, limit - len(part))
@@ -207,10 +335,36 @@ def read_part(
     return part, False
 
 
-def _read(session: Session, feed: _Feed, after: int) -> _News | None:
+def _read(session: Session, feed: _Feed, after: Place) -> _News | None:
     """Read and render the next items; None if there are none."""
     source = feed.source
     part, _ = read_part(session, feed.job_id, source, after, _AT_ONCE, _MOST_CHARACTERS)
     if not part:
         return None
-    return _News(after, part[-1][0], "".join([f"id: {key}\nevent: {source.name}\ndata: {text}\n\n" for key, text in part]))
+    return _News(source.name, after, part[-1][0], part)
+
+
+def _answer(messages: AsyncIterator[str]) -> StreamingResponse:
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(messages, media_type=EVENT_STREAM, headers=headers)
+
+
+def _changes(name: str, before: ListState | None, now: ListState) -> str:
+    """Write the message that brings a list up to date. `ids` are null where they are the same, in the same order."""
+    known = dict(before.items) if before is not None else {}
+    ids = [id_ for id_, _ in now.items]
+    changed = ",".join(text for id_, text in now.items if known.get(id_) != text)
+    head = json.dumps({"rows": name, "total": now.total, "ids": None if before is not None and ids == list(known) else ids})
+    return f'event: rows\ndata: {head[:-1]}, "changed": [{changed}]}}\n\n'
+
+
+def cursor_of(name: str, job_id: str, place: Place) -> str:
+    """Write a place in a source of a job, for the id of a stream of several."""
+    numbers = place if isinstance(place, tuple) else (place,)
+    return ".".join([name, job_id, *map(str, numbers)])
+
+
+def places_of(cursors: str) -> Mapping[tuple[str, str], tuple[int, ...]]:
+    """Read the id of a stream of several sources: the numbers of each place, by source and job. Raises ValueError."""
+    parts = [cursor.split(".") for cursor in cursors.split(",")]
+    return {(name, job_id): tuple(map(int, numbers)) for name, job_id, *numbers in parts}

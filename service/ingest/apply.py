@@ -228,6 +228,8 @@ class _Reports:
                 self._evaluation(body)
             case batches.CheckpointReport() as body:
                 self._checkpoint(body, report.at)
+            case batches.MeasuredReport() as body:
+                store.records.put_measured(self.session, self.job.id, self.now, body.step, body.memory, body.layers)
             case batches.LogReport() as body:
                 self._log(body, report.at)
             case batches.EventReport() as body:
@@ -248,15 +250,20 @@ class _Reports:
         self.attempt.last_progress_at = self.now
         attempts.started(self.session, self.job, self.attempt, self.now, body.resumed_from_step)
         store.records.drop_after(self.session, self.job.id, body.resumed_from_step)
+        counts = {name: getattr(body, name) for name in store.records.COUNTS}
+        store.records.put_size(self.session, self.job.id, self.attempt.id, self.now, body.resumed_from_step, counts)
         # Also where the spec says it: to read it there for each batch of steps takes as long as the rest of the query.
         self.job.steps = body.steps or self.job.spec["training"]["steps"]
         self.job.step, self.job.loss = body.resumed_from_step, store.curves.last_loss(self.session, self.job.id)
+        self.job.best_evaluation_loss = store.curves.best_evaluation_loss(self.session, self.job.id)
         self.job.tokens_per_s = self.job.remaining_s = None
         self.job.reported_at = self.now
 
     def _evaluation(self, body: batches.EvaluationReport) -> None:
         self.attempt.last_progress_at = self.now
-        if not store.curves.put_evaluation(self.session, self.job.id, body.step, body.loss, body.metrics):
+        if store.curves.put_evaluation(self.session, self.job.id, body.step, body.loss, body.metrics):
+            self.job.best_evaluation_loss = store.curves.best_evaluation_loss(self.session, self.job.id)
+        else:
             self._event("evaluation.without_step", f"step {body.step} was evaluated and is not in the curve", loss=body.loss)
 
     def _checkpoint(self, body: batches.CheckpointReport, at: datetime) -> None:

@@ -13,6 +13,7 @@ from msgspec import Meta, Struct, field
 from pydantic import ValidationError
 
 from octet.api_schemas import FailureReason, JobSummary, JsonScalar, ReportBatch
+from octet.api_schemas import report as contracts
 from octet.api_schemas.report import MAX_REPORTS_PER_BATCH, StartPhase
 
 Step = Annotated[int, Meta(ge=1, le=2**53)]
@@ -74,6 +75,12 @@ class CheckpointReport(_Body, frozen=True, tag="checkpoint"):
     loss: float | None
 
 
+class MeasuredReport(_Body, frozen=True, tag="measured"):
+    step: Count
+    memory: dict[str, Any] | None = None
+    layers: list[dict[str, Any]] | None = None
+
+
 class LogReport(_Body, frozen=True, tag="log"):
     level: Annotated[str, Meta(max_length=16)]
     message: Annotated[str, Meta(max_length=16_384)]
@@ -99,6 +106,7 @@ ReportBody = (
     | StepReport
     | EvaluationReport
     | CheckpointReport
+    | MeasuredReport
     | LogReport
     | EventReport
     | FinishedReport
@@ -145,10 +153,12 @@ def read_batch(body: bytes) -> Batch:
 
 
 def _is_whole(batch: Batch) -> bool:
-    """Return True if nothing is left to convert: a moment of another zone. Raises ValidationError for a wrong summary."""
+    """Return True if nothing is left to convert: a moment of another zone. Raises ValidationError where a struct is open."""
     for report in batch.reports:
         if report.at.tzinfo is not UTC:
             return False
         if type(report.body) is FinishedReport and report.body.summary is not None:
             JobSummary.model_validate(report.body.summary)
+        if type(report.body) is MeasuredReport:
+            contracts.MeasuredReport.model_validate(msgspec.to_builtins(report.body))
     return True

@@ -65,19 +65,20 @@ def _new_job(request: Request, job_id: str, now: datetime) -> NewJob:
         workers=wanted.workers,
         min_workers=wanted.min_workers,
         priority=spec.priority,
+        level=spec.precision.level,
         spec_text=request.spec_text,
         labels=spec.labels,
         created_at=now,
     )
 
 
-def cancel(session: Session, job_id: str, now: datetime) -> JobRow:
+def cancel(session: Session, job_id: str, now: datetime, tenant: str | None = None) -> JobRow:
     """Cancel a job. A job without processes ends at once; otherwise its workers have to stop, and get some time.
 
-    A second call changes nothing. Raises NotFound, and IllegalTransition once the job is over.
+    A second call changes nothing. Raises NotFound, also for another tenant's job, and IllegalTransition once it is over.
     """
     job = store.jobs.lock_job(session, job_id)
-    if job is None:
+    if job is None or tenant not in (None, job.tenant):
         raise NotFound(f"there is no job {job_id}")
     if job.state.is_terminal:
         raise IllegalTransition(f"job {job_id} is {job.state.value}; a job that is over cannot be cancelled.")

@@ -8,7 +8,7 @@ from fastapi.responses import FileResponse
 from octet.api_schemas import CheckpointFile, Page
 from octet.service import store
 from octet.service.db.tables import CheckpointRow
-from octet.service.deps import AppContext, AppContextDep, JobIdDep
+from octet.service.deps import AppContext, AppContextDep, JobIdDep, VisibleTenantDep
 from octet.service.errors import NotFound
 from octet.service.http.pages import page_of
 from octet.service.http.problems import Answers, answers
@@ -21,9 +21,11 @@ _CONTENT: Answers = {200: {"content": {"application/octet-stream": {"schema": {"
 
 
 @router.get("", operation_id="list_checkpoint_files", responses=answers(404, 422))
-def list_files(job_id: JobIdDep, name: CheckpointName, context: AppContextDep) -> Page[CheckpointFile]:
+def list_files(
+    job_id: JobIdDep, name: CheckpointName, context: AppContextDep, tenant: VisibleTenantDep
+) -> Page[CheckpointFile]:
     """All files of a checkpoint, each with its SHA-256. 404 where the server cannot read them."""
-    files = checkpoint_files.files_of(context.settings, _checkpoint(context, job_id, name))
+    files = checkpoint_files.files_of(context.settings, _checkpoint(context, job_id, name, tenant))
     return page_of(files, len(files), lambda file: file.path)
 
 
@@ -31,16 +33,20 @@ def list_files(job_id: JobIdDep, name: CheckpointName, context: AppContextDep) -
     "/{path:path}", operation_id="get_checkpoint_file", response_class=FileResponse, responses=answers(404, 422) | _CONTENT
 )
 def get_file(
-    job_id: JobIdDep, name: CheckpointName, path: Annotated[str, Path(max_length=1024)], context: AppContextDep
+    job_id: JobIdDep,
+    name: CheckpointName,
+    path: Annotated[str, Path(max_length=1024)],
+    context: AppContextDep,
+    tenant: VisibleTenantDep,
 ) -> FileResponse:
     """The content of a file that the list has."""
-    place = checkpoint_files.path_of(context.settings, _checkpoint(context, job_id, name), path)
+    place = checkpoint_files.path_of(context.settings, _checkpoint(context, job_id, name, tenant), path)
     return FileResponse(place, media_type="application/octet-stream")
 
 
-def _checkpoint(context: AppContext, job_id: str, name: str) -> CheckpointRow:
+def _checkpoint(context: AppContext, job_id: str, name: str, tenant: str | None) -> CheckpointRow:
     with context.database.read() as session:
-        if store.jobs.find_job(session, job_id) is None:
+        if store.jobs.find_job(session, job_id, tenant) is None:
             raise NotFound(f"there is no job {job_id}")
         row = store.records.find_checkpoint(session, job_id, name) if name.isascii() and name.isprintable() else None
         if row is None:

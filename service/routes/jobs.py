@@ -9,7 +9,16 @@ from pydantic import StringConstraints
 
 from octet.api_schemas import Job, JobSpec, JobState, Page, ValidatedJob, Violation
 from octet.service import store
-from octet.service.deps import AppContext, AppContextDep, IdempotencyKeyDep, JobIdDep, context_of, tenant_of_request
+from octet.service.deps import (
+    AppContext,
+    AppContextDep,
+    IdempotencyKeyDep,
+    JobIdDep,
+    VisibleTenantDep,
+    context_of,
+    tenant_of_request,
+    visible_tenant,
+)
 from octet.service.errors import InvalidRequest, NotFound, ServiceError
 from octet.service.http.bodies import body_of, read_json
 from octet.service.http.pages import page_as_json
@@ -38,7 +47,8 @@ _Label = Annotated[str, StringConstraints(max_length=321, pattern=r"^[^:\x00-\x1
 async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep = None) -> Response:
     """Submit a job. 201 means that it is stored and will run, even if the service is killed after that."""
     context = context_of(http_request)
-    request = Request(await read_json(http_request, JobSpec), idempotency_key, tenant_of_request(http_request))
+    spec, sent = await read_json(http_request, JobSpec), await http_request.body()
+    request = Request(spec, idempotency_key, tenant_of_request(http_request), sent)
     return accepted(await _store_checked(request, context), context)
 
 
@@ -57,22 +67,12 @@ async def validate(http_request: HttpRequest, context: AppContextDep) -> Validat
     """Check a job as a submission does, without submitting it. The answer says what it would run as."""
     spec = await read_json(http_request, JobSpec)
     await context.admission.check(spec)
-    sizes = spec.model.sizes
-    return ValidatedJob(
-        spec=spec,
-        sizes=sizes,
-        num_parameters=sizes.num_parameters,
-        recipe=spec.precision.resolved_recipe,
-        num_block_weights=sizes.num_block_weights,
-        micro_batch_size=spec.batch.micro_batch_size,
-        gradient_accumulation="fp8" if spec.resolved_precision.holds_fp8_gradients else "fp32",
-        tokens_per_step=spec.training.global_batch_size * spec.tokens_per_sample,
-    )
+    return ValidatedJob.of(spec)
 
 
 @router.get("", response_model=Page[Job], operation_id="list_jobs", responses=answers(422))
 def list_jobs(
-    context: AppContextDep,
+    request: HttpRequest,
     limit: Annotated[int, Query(ge=1, le=100)] = PAGE,
     after: Annotated[str | None, Query(description="the id of the last job of the page before")] = None,
     state: Annotated[tuple[JobState, ...], Query(description="repeat it for several")] = (),
@@ -84,7 +84,8 @@ def list_jobs(
     if after is not None and not is_id("job", after):
         violation = Violation(field="after", got=after, allowed="the id of a job", message="Use last_id of the page before.")
         raise InvalidRequest.of((violation,))
-    wanted = store.job_queries.JobFilter(states=state, pool=pool, name=name, labels=[_label(text) for text in label])
+    context, tenant, labels = context_of(request), visible_tenant(request), [_label(text) for text in label]
+    wanted = store.job_queries.JobFilter(states=state, pool=pool, name=name, tenant=tenant, labels=labels)
     with context.database.read() as session:
         rows = store.job_queries.list_jobs(session, wanted, limit + 1, after)
         rendered = rendered_jobs(session, context, rows[:limit])
@@ -92,9 +93,9 @@ def list_jobs(
 
 
 @router.get("/{job_id}", response_model=Job, operation_id="get_job", responses=answers(404, 422))
-def get_job(job_id: JobIdDep, context: AppContextDep) -> Response:
+def get_job(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> Response:
     with context.database.read() as session:
-        row = store.job_queries.find_job(session, job_id)
+        row = store.job_queries.find_job(session, job_id, tenant)
         if row is None:
             raise NotFound(f"there is no job {job_id}")
         (job,) = rendered_jobs(session, context, [row])
@@ -102,10 +103,10 @@ def get_job(job_id: JobIdDep, context: AppContextDep) -> Response:
 
 
 @router.post("/{job_id}/cancel", status_code=202, operation_id="cancel_job", responses=answers(404, 409, 422))
-def cancel(job_id: JobIdDep, context: AppContextDep) -> Job:
+def cancel(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> Job:
     """Cancel a job. A job that waits ends at once; a job that runs saves nothing more and stops."""
     with context.database.write() as session:
-        row = commands.cancel(session, job_id, context.database.now(session))
+        row = commands.cancel(session, job_id, context.database.now(session), tenant)
         job = shown_job(session, context, row)
     context.wake()
     return job

@@ -9,8 +9,9 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import Attempt, Checkpoint, Contract, Event, LogLine, MetricPoint, Page, Violation
+from octet.api_schemas.measured import Measurements
 from octet.service import store
-from octet.service.deps import AppContext, AppContextDep, JobIdDep
+from octet.service.deps import AppContextDep, JobIdDep, VisibleTenantDep, context_of, visible_tenant
 from octet.service.errors import InvalidRequest, NotFound
 from octet.service.http.pages import AfterQuery, LimitQuery, page_as_json, page_of
 from octet.service.http.problems import Answers, answers
@@ -44,44 +45,63 @@ LOGS = Source("log_line", _read_logs, lambda line: line.seq, lambda head: head.l
 def events(
     request: Request,
     job_id: JobIdDep,
-    context: AppContextDep,
     limit: LimitQuery = 100,
     after: AfterQuery = 0,
     last_event_id: LastEventIdHeader = None,
 ) -> Response:
     """Events of the job, in order. A stream of them goes on until the job is over."""
-    return _page_or_stream(request, context, job_id, EVENTS, limit, int(last_event_id or after))
+    return _page_or_stream(request, job_id, EVENTS, limit, int(last_event_id or after))
 
 
 @router.get("/logs", operation_id="list_logs", response_model=Page[LogLine], responses=answers(404, 422) | _STREAM)
 def logs(
     request: Request,
     job_id: JobIdDep,
-    context: AppContextDep,
     limit: LimitQuery = 100,
     after: AfterQuery = 0,
     last_event_id: LastEventIdHeader = None,
 ) -> Response:
     """Log lines of all ranks and attempts, in order. A stream of them goes on until the job is over."""
-    return _page_or_stream(request, context, job_id, LOGS, limit, int(last_event_id or after))
+    return _page_or_stream(request, job_id, LOGS, limit, int(last_event_id or after))
 
 
 @router.get("/metrics", operation_id="list_metrics", responses=answers(404, 422))
-def metrics(job_id: JobIdDep, context: AppContextDep, limit: LimitQuery = 1000, after: AfterQuery = 0) -> Page[MetricPoint]:
+def metrics(
+    job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep, limit: LimitQuery = 1000, after: AfterQuery = 0
+) -> Page[MetricPoint]:
     """The job's curve. Every step is in it once, from the last attempt that trained it."""
     with context.database.read() as session:
-        _require_job(session, job_id)
+        _require_job(session, job_id, tenant)
         points = [views.metric_point(row) for row in store.curves.points_after(session, job_id, after, limit + 1)]
     return page_of(points, limit, lambda point: str(point.step))
 
 
+@router.get("/measurements", operation_id="get_measurements", responses=answers(404, 422))
+def measurements(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> Measurements:
+    """Parameters, converted layers, memory by class beside that of fp32, and the layers that FP8 holds worst.
+
+    404 before the start. They are those of rank 0, as it last reported them: memory after the first step,
+    layers whenever a step was sampled.
+    """
+    with context.database.read() as session:
+        _require_job(session, job_id, tenant)
+        row = store.records.find_measurements(session, job_id)
+        if row is None:
+            raise NotFound(f"job {job_id} has not started; it is measured from then on")
+        return Measurements.read_stored({name: getattr(row, name) for name in Measurements.model_fields if name != "object"})
+
+
 @router.get("/checkpoints", operation_id="list_checkpoints", responses=answers(404, 422))
 def checkpoints(
-    job_id: JobIdDep, context: AppContextDep, limit: LimitQuery = 100, after: Annotated[str | None, Query(max_length=31)] = None
+    job_id: JobIdDep,
+    context: AppContextDep,
+    tenant: VisibleTenantDep,
+    limit: LimitQuery = 100,
+    after: Annotated[str | None, Query(max_length=31)] = None,
 ) -> Page[Checkpoint]:
     """Complete checkpoints, in the order of their steps."""
     with context.database.read() as session:
-        _require_job(session, job_id)
+        _require_job(session, job_id, tenant)
         after_step = 0
         if after is not None:
             found = store.records.checkpoint_step(session, job_id, after) if is_id("ckpt", after) else None
@@ -94,11 +114,15 @@ def checkpoints(
 
 @router.get("/attempts", operation_id="list_attempts", responses=answers(404, 422))
 def attempts(
-    job_id: JobIdDep, context: AppContextDep, limit: LimitQuery = 100, after: Annotated[str | None, Query(max_length=31)] = None
+    job_id: JobIdDep,
+    context: AppContextDep,
+    tenant: VisibleTenantDep,
+    limit: LimitQuery = 100,
+    after: Annotated[str | None, Query(max_length=31)] = None,
 ) -> Page[Attempt]:
     """The job's placements on the cluster, first to last."""
     with context.database.read() as session:
-        _require_job(session, job_id)
+        _require_job(session, job_id, tenant)
         shown = [views.record(Attempt, row) for row in store.jobs.attempts_of(session, job_id)]
     if after is not None:
         ids = [attempt.id for attempt in shown]
@@ -108,11 +132,9 @@ def attempts(
     return page_of(shown[: limit + 1], limit, lambda attempt: attempt.id)
 
 
-def _page_or_stream(
-    request: Request, context: AppContext, job_id: str, source: Source[Item], limit: int, after: int
-) -> Response:
-    with context.database.read() as session:
-        _require_job(session, job_id)
+def _page_or_stream(request: Request, job_id: str, source: Source[Item], limit: int, after: int) -> Response:
+    with context_of(request).database.read() as session:
+        _require_job(session, job_id, visible_tenant(request))
         if EVENT_STREAM in request.headers.get("accept", ""):
             streams: Streams = request.app.state.streams
             return streams.open(job_id, source, after)
@@ -121,8 +143,8 @@ def _page_or_stream(
     return page_as_json([text for _, text in shown], [str(key) for key, _ in shown], has_more=is_cut or len(part) > limit)
 
 
-def _require_job(session: Session, job_id: str) -> None:
-    if store.jobs.find_job(session, job_id) is None:
+def _require_job(session: Session, job_id: str, tenant: str | None) -> None:
+    if store.jobs.find_job(session, job_id, tenant) is None:
         raise NotFound(f"there is no job {job_id}")
 
 

@@ -6,33 +6,47 @@ are their keys. Nearly all steps come after the end of the curve, and `add_parts
 any steps, and makes the parts again into which they fall.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from math import isnan, nan
 from operator import attrgetter
 from struct import pack, unpack, unpack_from
+from sys import byteorder
 from typing import Any, NamedTuple, Protocol
 
 from sqlalchemy import Select, delete, func, select
 from sqlalchemy.orm import Session
 
 from octet.api_schemas.report import MAX_REPORTS_PER_BATCH
-from octet.service.db.bulk import Rows, Transaction
-from octet.service.db.tables import Base, CurvePartRow, EvaluationRow, JobRow
+from octet.service.db.bulk import Lookup, Rows, Transaction
+from octet.service.db.tables import AttemptRow, Base, CurvePartRow, EvaluationRow, JobRow
 
 MAX_STEPS_PER_PART = MAX_REPORTS_PER_BATCH
+_PARTS_AT_ONCE = 100
+_LAST_STEP = 2**53
 _PARTS, _EVALUATIONS = Base.metadata.tables[CurvePartRow.__tablename__], Base.metadata.tables[EvaluationRow.__tablename__]
 ADDED_PARTS, _EVALUATED = Rows(_PARTS), Rows(_EVALUATIONS, replaces=True)
 _EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=UTC), timedelta(microseconds=1)
 
 _INTEGERS = ("step", "at", "tokens")
 _FLOATS = ("loss", "gradient_norm", "learning_rate", "step_time_s", "data_wait_s")
+_FORMS = "q" * len(_INTEGERS) + "d" * len(_FLOATS)
 _BYTES = 8
 """The size of a number. A part has a column of little-endian 64-bit integers or floats for each of these names, in this order.
 `at` is in microseconds since 1970; NaN is a loss or norm that was not finite.
 """
+_HAS_ALL = "part.last_step - part.first_step + 1 = part.num_steps AND given.last_step > part.first_step"
+_LOSSES_AT = Lookup(
+    [_PARTS.c.job_id, _PARTS.c.last_step],
+    f"SELECT given.job_id, given.last_step, substr(part.packed, CAST(1 + {_BYTES} * ({len(_INTEGERS)} * part.num_steps"
+    f" + CASE WHEN {_HAS_ALL} THEN given.last_step - part.first_step ELSE 0 END) AS INTEGER), {_BYTES})"
+    " FROM given JOIN curve_parts AS part ON part.job_id = given.job_id AND part.last_step ="
+    " (SELECT MIN(last_step) FROM curve_parts WHERE job_id = given.job_id AND last_step >= given.last_step)",
+)
 _Get = Callable[[Any], Any]
 _STEP, _TOKENS = attrgetter("step"), attrgetter("tokens")
 _MAY_BE_NONE: tuple[_Get, ...] = (attrgetter("loss"), attrgetter("gradient_norm"))
@@ -72,6 +86,54 @@ class Point(NamedTuple):
     data_wait_s: float
     evaluation_loss: float | None = None
     evaluation_metrics: Mapping[str, float | None] | None = None
+
+
+class Columns(NamedTuple):
+    """Steps that follow each other, by column. `at` is in microseconds since 1970; NaN is what was not finite."""
+
+    step: Sequence[int]
+    at: Sequence[int]
+    tokens: Sequence[int]
+    loss: Sequence[float]
+    gradient_norm: Sequence[float]
+    learning_rate: Sequence[float]
+    step_time_s: Sequence[float]
+    data_wait_s: Sequence[float]
+
+
+class Evaluation(NamedTuple):
+    """The evaluation after a step."""
+
+    step: int
+    loss: float | None
+    metrics: Mapping[str, float | None]
+
+
+class CurvePlace(NamedTuple):
+    """A place in a curve, up to which it was read: the number of the attempt that trained it, step and last evaluation.
+
+    Places compare as the curve grows, also where a later attempt resumed from an earlier step.
+    """
+
+    epoch: int
+    step: int
+    evaluated: int
+
+
+class NewPoints(NamedTuple):
+    """The steps and evaluations behind a place. Of what was read before, those after `after` and `evaluated_after` are gone."""
+
+    epoch: int
+    after: int
+    evaluated_after: int
+    parts: list[Columns]
+    evaluations: list[Evaluation]
+
+    @property
+    def end(self) -> CurvePlace:
+        """The place behind these points."""
+        step = self.parts[-1].step[-1] if self.parts else self.after
+        return CurvePlace(self.epoch, step, self.evaluations[-1].step if self.evaluations else self.evaluated_after)
 
 
 class Part(NamedTuple):
@@ -167,6 +229,74 @@ def last_loss(session: Session, job_id: str) -> float | None:
     return _point(parts[0], parts[0].num_steps - 1).loss if parts else None
 
 
+def columns_between(session: Session, job_id: str, after: int, until: int) -> Generator[Columns]:
+    """Read the steps after `after` up to `until`, part by part, so that a long curve is never in memory as a whole."""
+    query = _of(job_id).where(_PARTS.c.last_step > after, _PARTS.c.first_step <= until).order_by(_PARTS.c.last_step)
+    with session.connection().execute(query, execution_options={"yield_per": _PARTS_AT_ONCE}) as rows:
+        for row in rows:
+            columns = _columns(Part(*row))
+            begin, end = bisect_right(columns.step, after), bisect_right(columns.step, until)
+            is_whole = (begin, end) == (0, len(columns.step))
+            yield columns if is_whole else Columns(*[column[begin:end] for column in columns])
+
+
+def ends(session: Session, job_id: str) -> tuple[int, int] | None:
+    """Find the first and the last step of a curve; None for one without steps."""
+    first, last = session.execute(
+        select(func.min(_PARTS.c.first_step), func.max(_PARTS.c.last_step)).where(_PARTS.c.job_id == job_id)
+    ).one()
+    return None if last is None else (first, last)
+
+
+def evaluations_between(session: Session, job_id: str, after: int, until: int, limit: int | None = None) -> list[Evaluation]:
+    """Read the evaluations after `after` up to `until`, in the order of their steps."""
+    columns = (EvaluationRow.step, EvaluationRow.loss, EvaluationRow.metrics)
+    within = (EvaluationRow.job_id == job_id, EvaluationRow.step > after, EvaluationRow.step <= until)
+    rows = session.execute(select(*columns).where(*within).order_by(EvaluationRow.step).limit(limit))
+    return [Evaluation(*row) for row in rows]
+
+
+def trained_epoch(session: Session, job_id: str) -> int:
+    """Return the number of the last attempt that trained; 0 before the first."""
+    return session.scalar(_TRAINED.where(AttemptRow.job_id == job_id)) or 0
+
+
+def points_behind(session: Session, job_id: str, place: CurvePlace, limit: int) -> NewPoints | None:
+    """Read at most so many steps, and so many evaluations, behind a place; None if there is nothing new.
+
+    Attempts that have started since dropped all steps after those that they resumed from, and begin there.
+    """
+    since = (AttemptRow.job_id == job_id, AttemptRow.epoch > place.epoch, AttemptRow.resumed_from_step.is_not(None))
+    resumed = list(session.execute(select(AttemptRow.epoch, AttemptRow.resumed_from_step).where(*since)))
+    epoch = max([place.epoch, *(epoch for epoch, _ in resumed)])
+    after = min([place.step, *(step for _, step in resumed)])
+    evaluated_after = min(place.evaluated, after)
+    parts: list[Columns] = []
+    num_left = limit
+    with closing(columns_between(session, job_id, after, _LAST_STEP)) as read:
+        for columns in read:
+            parts.append(Columns(*[column[:num_left] for column in columns]))
+            num_left -= len(parts[-1].step)
+            if not num_left:
+                break
+    until = parts[-1].step[-1] if parts else after
+    evaluations = evaluations_between(session, job_id, evaluated_after, until, limit)
+    found = NewPoints(epoch, after, evaluated_after, parts, evaluations)
+    return None if found.end == place else found
+
+
+def losses_at(transaction: Transaction, places: Sequence[tuple[str, int]]) -> dict[tuple[str, int], float | None]:
+    """Read the losses of steps, each given by its job and number. Of a step that was not reported the next one's is read."""
+    found = _LOSSES_AT.execute(transaction, places)
+    losses = {(job_id, step): unpack("<d", packed)[0] for job_id, step, packed in found}
+    return {place: None if isnan(loss) else loss for place, loss in losses.items()}
+
+
+def best_evaluation_loss(session: Session, job_id: str) -> float | None:
+    """The least loss of the job's evaluations; None without a finite one."""
+    return session.scalar(select(func.min(EvaluationRow.loss)).where(EvaluationRow.job_id == job_id))
+
+
 def current_points(session: Session, job_ids: Sequence[str]) -> dict[str, Point]:
     """Find the point of the step that each job is at, without its evaluation; by job id."""
     is_around = (_PARTS.c.first_step <= JobRow.step) & (_PARTS.c.last_step >= JobRow.step)
@@ -192,6 +322,9 @@ def last_evaluations(session: Session, job_ids: Sequence[str]) -> dict[str, Eval
     return {row.job_id: row for row in session.scalars(rows)}
 
 
+_TRAINED = select(func.max(AttemptRow.epoch)).where(AttemptRow.resumed_from_step.is_not(None))
+
+
 def _of(job_id: str) -> Select[Any]:
     return select(*_PARTS.c).where(_PARTS.c.job_id == job_id)
 
@@ -211,6 +344,15 @@ def _add(session: Session, job_id: str, points: Iterable[Point]) -> None:
     add_parts(session, parts)
 
 
+def _columns(part: Part) -> Columns:
+    width = _BYTES * part.num_steps
+    columns = [array(form, part.packed[width * number : width * (number + 1)]) for number, form in enumerate(_FORMS)]
+    if byteorder == "big":
+        for column in columns:
+            column.byteswap()
+    return Columns(*columns)
+
+
 def _points(part: Part) -> Iterator[Point]:
     count = part.num_steps
     numbers = unpack(f"<{len(_INTEGERS) * count}q{len(_FLOATS) * count}d", part.packed)
@@ -220,9 +362,8 @@ def _points(part: Part) -> Iterator[Point]:
 
 
 def _point(part: Part, place: int) -> Point:
-    forms = "q" * len(_INTEGERS) + "d" * len(_FLOATS)
     offsets = range(_BYTES * place, len(part.packed), _BYTES * part.num_steps)
-    values = [unpack_from(f"<{form}", part.packed, offset)[0] for form, offset in zip(forms, offsets, strict=True)]
+    values = [unpack_from(f"<{form}", part.packed, offset)[0] for form, offset in zip(_FORMS, offsets, strict=True)]
     return _as_point(part.attempt_id, values)
 
 

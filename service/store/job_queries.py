@@ -56,17 +56,21 @@ class JobFilter:
     states: Sequence[JobState] = ()
     pool: str | None = None
     name: str | None = None
+    tenant: str | None = None
     labels: Sequence[tuple[str, str]] = ()
 
 
-def find_job(session: Session, job_id: str) -> ShownRow | None:
-    row = session.connection().execute(_ONE, {"id": job_id}).first()
-    return None if row is None else ShownRow(*row)
+def find_job(session: Session, job_id: str, tenant: str | None = None) -> ShownRow | None:
+    """Find a job. With a tenant, only one of that tenant."""
+    found = session.connection().execute(_ONE, {"id": job_id}).first()
+    row = None if found is None else ShownRow(*found)
+    return row if row is None or tenant in (None, row.tenant) else None
 
 
 def list_jobs(session: Session, wanted: JobFilter, limit: int, after: str | None) -> list[ShownRow]:
     """List jobs, newest first, starting after the id `after`. Ids sort by the time they were made."""
-    given = {"states": list(wanted.states) or None, "pool": wanted.pool, "name": wanted.name, "after": after}
+    given = {"states": list(wanted.states) or None, "pool": wanted.pool, "name": wanted.name}
+    given |= {"tenant": wanted.tenant, "after": after}
     parameters: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     statement = _page(frozenset(parameters), len(wanted.labels))
     parameters["limit"] = limit
@@ -90,6 +94,7 @@ _CONDITIONS: dict[str, ColumnElement[bool]] = {
     "states": JobRow.state.in_(bindparam("states", expanding=True)),
     "pool": JobRow.pool == bindparam("pool"),
     "name": JobRow.name == bindparam("name"),
+    "tenant": JobRow.tenant == bindparam("tenant"),
 }
 
 

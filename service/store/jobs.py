@@ -14,7 +14,8 @@ from sqlalchemy.orm import Session
 
 from octet.api_schemas import DesiredState, FailureReason, JobState, JsonScalar
 from octet.service.db.bulk import Rows, Transaction, connection_of, run, write_together
-from octet.service.db.tables import AttemptRow, Base, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
+from octet.service.db.tables import AttemptRow, Base, EvaluationRow, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
+from octet.service.store.curves import CurvePlace
 from octet.service.store.ids import new_id, new_ids
 
 IDEMPOTENCY_KEPT = timedelta(hours=24)
@@ -22,20 +23,24 @@ IDEMPOTENCY_KEPT = timedelta(hours=24)
 
 @dataclass(frozen=True)
 class Head:
-    """The progress of a job: whether it is over, and the numbers of its last event and log line."""
+    """The progress of a job: whether it is over, the numbers of its last event and log line, and the end of its curve."""
 
     is_over: bool
     last_event_seq: int
     last_log_seq: int
+    curve: CurvePlace
 
 
-def find_job(session: Session, job_id: str) -> JobRow | None:
-    return session.get(JobRow, job_id)
+def find_job(session: Session, job_id: str, tenant: str | None = None) -> JobRow | None:
+    """Find a job. With a tenant, only one of that tenant."""
+    job = session.get(JobRow, job_id)
+    return job if job is None or tenant in (None, job.tenant) else None
 
 
-def find_jobs(session: Session, job_ids: Collection[str]) -> list[JobRow]:
-    """Find jobs by their ids, in no order."""
-    return list(session.scalars(select(JobRow).where(JobRow.id.in_(job_ids)))) if job_ids else []
+def find_jobs(session: Session, job_ids: Collection[str], tenant: str | None = None) -> list[JobRow]:
+    """Find jobs by their ids, in no order. With a tenant, only those of that tenant."""
+    found = session.scalars(select(JobRow).where(JobRow.id.in_(job_ids))) if job_ids else ()
+    return [job for job in found if tenant in (None, job.tenant)]
 
 
 class NewestJob(NamedTuple):
@@ -104,6 +109,7 @@ class NewJob(NamedTuple):
     workers: int
     min_workers: int | None
     priority: int
+    level: str
     spec_text: str
     labels: dict[str, str]
     created_at: datetime
@@ -131,7 +137,7 @@ _OF_ALL_NEW: dict[str, str | int | None] = {
     "last_event_seq": 1,
     "last_log_seq": 0,
 }
-_OF_SOME = {"id", "name", "tenant", "pool", "workers", "min_workers", "priority", "spec", "created_at", "queued_at"}
+_OF_SOME = {"id", "name", "tenant", "pool", "workers", "min_workers", "priority", "level", "spec", "created_at", "queued_at"}
 _NEW_JOBS = Rows(
     _TABLES[JobRow.__tablename__],
     as_text=["spec"],
@@ -161,9 +167,24 @@ def current_attempts(session: Session, jobs: Sequence[JobRow]) -> dict[str, Atte
 
 def heads(session: Session, job_ids: Collection[str]) -> dict[str, Head]:
     """Find how far each job is; by job id."""
-    columns = (JobRow.id, JobRow.state, JobRow.last_event_seq, JobRow.last_log_seq)
-    rows = session.execute(select(*columns).where(JobRow.id.in_(job_ids)))
-    return {job_id: Head(state.is_terminal, event_seq, log_seq) for job_id, state, event_seq, log_seq in rows}
+    rows = session.execute(_HEADS, {"ids": list(job_ids)})
+    return {
+        job_id: Head(state.is_terminal, event_seq, log_seq, CurvePlace(*end))
+        for job_id, state, event_seq, log_seq, *end in rows
+    }
+
+
+_TRAINED = select(func.max(AttemptRow.epoch)).where(AttemptRow.job_id == JobRow.id, AttemptRow.resumed_from_step.is_not(None))
+_EVALUATED = select(func.max(EvaluationRow.step)).where(EvaluationRow.job_id == JobRow.id)
+_HEADS = select(
+    JobRow.id,
+    JobRow.state,
+    JobRow.last_event_seq,
+    JobRow.last_log_seq,
+    func.coalesce(_TRAINED.correlate(JobRow).scalar_subquery(), 0),
+    func.coalesce(JobRow.step, 0),
+    func.coalesce(_EVALUATED.correlate(JobRow).scalar_subquery(), 0),
+).where(JobRow.id.in_(bindparam("ids", expanding=True)))
 
 
 def add_event(

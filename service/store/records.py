@@ -1,13 +1,14 @@
 """SQL about the records of a running job, but for its curve: checkpoints, log lines, report streams and exporters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import delete, func, insert, or_, select
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import AttemptState
-from octet.service.db.tables import AttemptRow, CheckpointRow, ExporterRow, JobRow, LogLineRow, ReportStreamRow
+from octet.service.db.tables import AttemptRow, CheckpointRow, ExporterRow, JobRow, LogLineRow, MeasurementRow, ReportStreamRow
 from octet.service.store import curves
 
 
@@ -81,6 +82,29 @@ def find_checkpoint(session: Session, job_id: str, name: str) -> CheckpointRow |
 def checkpoint_step(session: Session, job_id: str, checkpoint_id: str) -> int | None:
     where = (CheckpointRow.id == checkpoint_id, CheckpointRow.job_id == job_id)
     return session.scalar(select(CheckpointRow.step).where(*where))
+
+
+COUNTS = ("num_parameters", "num_layers_converted", "num_layers_filtered", "num_layers_skipped")
+
+
+def put_size(session: Session, job_id: str, attempt_id: str, at: datetime, step: int, counts: Mapping[str, int]) -> None:
+    """Write the size of a job whose attempt starts. counts: by the names of `COUNTS`. Measurements of before stay."""
+    session.merge(MeasurementRow(job_id=job_id, attempt_id=attempt_id, at=at, step=step, **counts))
+
+
+def put_measured(
+    session: Session, job_id: str, at: datetime, step: int, memory: dict[str, Any] | None, layers: list[Any] | None
+) -> None:
+    """Write measurements of a job that has started. None leaves what was there."""
+    row = session.get(MeasurementRow, job_id)
+    if row is None:  # a version without measurements has started the attempt
+        return
+    row.at, row.step = at, step
+    row.memory, row.layers = memory or row.memory, layers if layers is not None else row.layers
+
+
+def find_measurements(session: Session, job_id: str) -> MeasurementRow | None:
+    return session.get(MeasurementRow, job_id)
 
 
 def add_log_lines(session: Session, rows: Sequence[dict[str, Any]]) -> None:

@@ -40,6 +40,7 @@ HELP = {
     "octet_job_step_duration_seconds": "wall time of the last step",
     "octet_job_data_wait_seconds": "time in the last step that was spent waiting for data",
     "octet_job_evaluation_loss": "loss of the last evaluation, nats per target: a token or an image",
+    "octet_job_evaluation_step": "step after which the last evaluation was made",
     "octet_job_evaluation_perplexity": "exp of the loss of the last evaluation",
     "octet_job_evaluation_metric": "what the model's family measures besides the loss, such as accuracy, last evaluation",
     "octet_job_remaining_seconds": "expected time to the end at the speed of the last step",
@@ -204,6 +205,7 @@ def _values(reported: Reported) -> Iterator[Value]:
 
 def _values_of_evaluation(evaluation: EvaluationRow) -> Iterator[Value]:
     yield "octet_job_evaluation_loss", evaluation.loss, ()
+    yield "octet_job_evaluation_step", evaluation.step, ()
     yield "octet_job_evaluation_perplexity", views.perplexity(evaluation.loss), ()
     for name, value in evaluation.metrics.items():
         yield "octet_job_evaluation_metric", value, (name,)

@@ -3,14 +3,17 @@
 import io
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 
-from octet.api_schemas import Checkpoint, Job, JobState, JobSummary, LogLine, MetricPoint
+from octet.api_schemas import Attempt, Checkpoint, Job, JobState, JobSummary, LogLine, Pool
 from octet.api_schemas.catalog import model_families
+from octet.api_schemas.curve import Curve, CurveEvaluations
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.rows import Row
 from octet.client import render
 from octet.client.text import duration, num_bytes, number, printable
 
@@ -66,37 +69,124 @@ def test_every_state_has_a_style() -> None:
     assert set(render.STATE_STYLES) == set(JobState)
 
 
-def test_jobs_are_listed_with_and_without_progress(make_job: MakeJob) -> None:
-    progress = {"step": 7, "steps": 100, "loss": 2.5, "tokens_per_s": 10.0, "remaining_s": 5.0, "reported_at": AT}
-    header, first, second = lines(render.jobs_table([make_job(), make_job(progress=progress)]))
-    assert header.split()[:4] == ["ID", "NAME", "LEVEL", "STATE"]
-    assert " ".join(first.split()) == "job_0123456789abcdefghjkmnpqrs first O2 running –/100 – cpu 2026-01-31 12:00:00 UTC"
-    assert second.split()[4:6] == ["7/100", "2.5000"]
+def row(**changes: Any) -> Row:
+    fields: dict[str, Any] = {
+        "id": "job_0123456789abcdefghjkmnpqrs", "name": "first", "tenant": "default", "pool": "cpu", "level": "O2",
+        "state": "running", "reason": None, "why": None, "position": None, "step": None, "steps": 100, "loss": None,
+        "best_evaluation_loss": None, "tokens_per_s": None, "remaining_s": None, "created_at": AT, "started_at": None,
+        "finished_at": None, "sparkline": (),
+    }  # fmt: skip
+    return Row.model_validate(fields | changes)
 
 
-def test_a_job_of_epochs_has_no_number_of_steps_until_a_rank_counts_them(make_job: MakeJob) -> None:
-    job = make_job()
-    training = job.spec.training.model_copy(update={"steps": None, "epochs": 2.0})
-    job = job.model_copy(update={"spec": job.spec.model_copy(update={"training": training})})
-    assert "–/–" in lines(render.jobs_table([job]))[1]
+def test_jobs_are_listed_with_and_without_progress() -> None:
+    rows = [row(created_at=datetime.now(UTC)), row(step=7, loss=2.5, remaining_s=61.0)]
+    header, first, second = lines(render.rows_table(rows, is_narrow=False))
+    assert header.split() == ["ID", "NAME", "LEVEL", "STATE", "STEP", "LOSS", "WHEN"]
+    assert " ".join(first.split()) == "job_0123456789abcdefghjkmnpqrs first O2 running –/100 – 0 s ago"
+    assert second.split()[4:] == ["7/100", "2.5000", "1:01", "left"]
 
 
-def test_a_curve_has_a_column_for_each_metric_of_its_family() -> None:
-    fields = {"at": AT, "attempt_id": "att_1", "loss": 2.0, "gradient_norm": 1.0, "learning_rate": 0.1, "tokens": 10}
-    times = {"step_time_s": 1.0, "data_wait_s": 0.0, "tokens_per_s": 10.0}
-    evaluations: list[dict[str, Any]] = [{}, {"evaluation_metrics": {"top1_accuracy": 0.25, "top5_accuracy": None}}]
-    points = [MetricPoint.model_validate(fields | times | each | {"step": step}) for step, each in enumerate(evaluations, 1)]
-    header, first, second = lines(render.metrics_table(points))
-    assert "EVALUATION LOSS  TOP1 ACCURACY  TOP5 ACCURACY  GRADIENT NORM" in header
-    assert first.split()[2:5] == ["–", "–", "–"]
-    assert second.split()[2:5] == ["–", "25.00%", "–"]
+def test_a_job_of_epochs_has_no_number_of_steps_until_a_rank_counts_them() -> None:
+    assert "–/–" in lines(render.rows_table([row(steps=None)], is_narrow=False))[1]
+
+
+def test_on_a_terminal_ids_are_as_short_as_tells_them_apart() -> None:
+    ids = ["job_0123456789abcdefghjkmnpqrs", "job_0123456789abcdeXghjkmnpqrs", "job_1123456789abcdefghjkmnpqrs"]
+    table = render.rows_table([row(id=each) for each in ids], is_narrow=True)
+    shown = [line.split()[0] for line in lines(table)[1:]]
+    assert shown == [each[: len("job_0123456789abcdef")] for each in ids]
+    (alone,) = lines(render.rows_table([row()], is_narrow=True))[1:]
+    assert alone.split()[0] == "job_0123456789"
+
+
+WORST = "a-name-of-one-hundred-characters" * 3
+LONG = {"step": 123_456, "steps": 1_000_000, "loss": 12.3456, "level": "O3-split-8bit", "state": "cancelling", "name": WORST}
+
+
+def test_tables_fit_80_columns_and_cut_names_before_numbers(make_job: MakeJob) -> None:
+    attempt = Attempt.model_validate(
+        dict.fromkeys(Attempt.model_fields)
+        | {
+            "object": "attempt", "id": "att_1", "job_id": "job_1", "epoch": 12, "state": "succeeded", "pool": "cpu",
+            "workers": 1, "node": "ip-10-0-0-1.eu-central-1.compute.internal", "device": "NVIDIA H100 80GB HBM3",
+            "created_at": AT, "first_step_at": AT, "resumed_from_step": 100_000, "last_step": 200_000,
+            "reason": "out_of_memory",
+            "message": WORST,
+        }
+    )  # fmt: skip
+    checkpoint = {"id": f"ckpt_{'0' * 26}", "job_id": "job_1", "attempt_id": "att_1", "created_at": AT, "sha256": "0" * 64}
+    pool = {
+        "name": "p" * 32,
+        "accelerator": "cuda",
+        "slots": 1024,
+        "slots_used": 1024,
+        "jobs_queued": 99_999,
+        "jobs_live": 1024,
+    }
+    whole = {
+        "rows": (render.rows_table([row(**LONG)] * 2, is_narrow=True), ["123456/1000000", "12.3456", "cancelling"]),
+        "attempts": (render.attempts_table([attempt]), ["succeeded", "100000", "200000", "0.0 s"]),
+        "checkpoints": (
+            render.checkpoints_table(
+                [Checkpoint.model_validate(checkpoint | {"step": 10**6, "num_bytes": 10**12, "loss": 1.5})]
+            ),
+            [f"ckpt_{'0' * 26}", "1000000", "2026-01-31 12:00"],
+        ),
+        "levels": (render.levels_table(LEVELS.values()), ["fp16+scale", "≤ 11.1", "companded"]),
+        "models": (render.models_table(model_families()), ["gpt-175b", "2.79 TB", "vit-1.2b (deit)"]),
+        "pools": (
+            render.pools_table([Pool.model_validate(pool | {"memory_per_device_bytes": 10**11, "threads_per_worker": 16})]),
+            ["99999", "100 GB", "cuda"],
+        ),
+        "curve": (render.curve_table(curve(1000, metrics=("top1_accuracy", "top5_accuracy"))), ["1000", "12.00%", "TOP5 ACC"]),
+    }
+    for name, (table, numbers) in whole.items():
+        console = Console(file=io.StringIO(), width=80, force_terminal=False)
+        console.print(table)
+        assert isinstance(console.file, io.StringIO)
+        text = console.file.getvalue()
+        assert max(map(len, text.splitlines())) <= 80, name
+        for word in numbers:
+            assert word in text, (name, word)
+
+
+def curve(last: int, step_by: int = 500, loss: float = 2.0, metrics: tuple[str, ...] = ()) -> Curve:
+    steps = tuple(range(step_by, last + 1, step_by))
+    same = (loss,) * len(steps)
+    counts = (step_by,) * len(steps)
+    evaluations = {"step": steps[-1:], "loss": (loss,), "loss_least": (loss,), "loss_greatest": (loss,)}
+    return Curve(
+        job_id="job_1", step_by=step_by, first_step=1, last_step=last, has_more=False, cursor="", step=steps, at=same,
+        num_steps=counts, num_not_finite=(0,) * len(steps), loss=same, loss_least=same, loss_greatest=same, gradient_norm=same,
+        gradient_norm_greatest=same, learning_rate=same, tokens=counts, step_time_s=same, data_wait_s=same,
+        evaluations=CurveEvaluations.model_validate(evaluations | {"metrics": dict.fromkeys(metrics, (0.12,))}),
+    )  # fmt: skip
+
+
+def test_a_curve_has_a_row_for_each_bucket_and_a_column_for_each_metric_of_its_family() -> None:
+    header, first, second = lines(render.curve_table(curve(1000, metrics=("top1_accuracy",))))
+    assert "EVAL LOSS  TOP1 ACC  GRAD NORM" in header
+    assert first.split() == ["500", "2.0000", "–", "–", "2.000", "2.00e+00", "250", "0.0", "s"]
+    assert second.split()[:4] == ["1000", "2.0000", "2.0000", "12.00%"]
+
+
+def test_jobs_are_compared_in_buckets_of_equal_width() -> None:
+    header, *rows = lines(render.comparison_table(["fp32", "O2"], [curve(1000), curve(500, loss=2.1)]))
+    assert header.split() == ["STEP", "FP32", "O2", "DIFF"]
+    assert [line.split() for line in rows] == [
+        ["500", "2.0000", "2.1000", "+5.00%"],
+        ["1000", "2.0000", "–", "–"],
+        ["eval", "1000", "2.0000", "–", "–"],
+    ]
 
 
 def test_families_without_presets_are_listed_with_what_a_job_names_instead() -> None:
     shown = {line.split()[0]: line for line in lines(render.models_table(model_families()))}
     assert "138 architectures" in shown["huggingface"]
     assert "your own network" in shown["python"]
-    assert shown.keys() == {"FAMILY", *(family.family for family in model_families())}
+    presets = {preset.name for family in model_families() for preset in family.presets}
+    assert shown.keys() == {"PRESET", "huggingface", "python"} | presets
 
 
 def test_a_queued_job_says_why_it_waits(make_job: MakeJob) -> None:
@@ -145,9 +235,36 @@ def test_progress_hides_what_is_not_known(make_job: MakeJob) -> None:
     assert render.progress_words(make_job(progress=progress)) == "step 7/100, loss 2.5000, 5,120 tokens/s, 1:01 left"
 
 
-def test_a_traceback_in_the_log_keeps_its_lines() -> None:
-    line = LogLine(seq=1, at=AT, attempt_id="att_1", rank=3, level="ERROR", message="Traceback\n  File \x1b[1m")
-    assert lines(render.log_line(line)) == ["2026-01-31 12:00:00 UTC  rank 3  ERROR    Traceback", "  File \\x1b[1m"]
+def log_line(message: str, level: str = "INFO", at: datetime = AT) -> LogLine:
+    return LogLine(seq=1, at=at, attempt_id="att_1", rank=3, level=level, message=message)
+
+
+def test_a_log_names_the_day_once_and_rank_and_level_where_they_tell_something() -> None:
+    shown = render.Lines(has_several_ranks=True)
+    assert lines(shown.log(log_line("step 1"))) == ["Saturday, 2026-01-31, UTC", "12:00:00  rank 3    step 1"]
+    assert lines(shown.log(log_line("careful", "WARNING"))) == ["12:00:00  rank 3    WARNING  careful"]
+    next_day = datetime(2026, 2, 1, 0, 0, 1, tzinfo=UTC)
+    assert lines(render.Lines().log(log_line("alone", at=next_day)))[1:] == ["00:00:01  alone"]
+    assert lines(shown.log(log_line("late", at=next_day)))[0] == "Sunday, 2026-02-01, UTC"
+
+
+def test_a_traceback_in_the_log_keeps_its_lines_below_its_beginning() -> None:
+    shown = lines(render.Lines().log(log_line("Traceback\n  File \x1b[1m", "ERROR")))
+    assert shown[1:] == ["12:00:00  ERROR  Traceback", "            File \\x1b[1m"]
+
+
+def test_what_waits_or_failed_says_why() -> None:
+    waiting = row(state="queued", why="no slot is free")
+    failed = row(name="second", state="failed", reason="data_error", why="gone\x1b[2J")
+    assert lines(render.reasons([waiting, row(why="unseen"), failed])) == [
+        "first waits: no slot is free",
+        "second failed, data_error: gone\\x1b[2J",
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7300, "2 h"), (200_000, "2 d")])
+def test_an_age_is_told_by_its_largest_unit(seconds: int, text: str) -> None:
+    assert render.age(datetime.now(UTC) - timedelta(seconds=seconds)) == text
 
 
 def test_a_time_is_local_with_its_zone(monkeypatch: pytest.MonkeyPatch) -> None:

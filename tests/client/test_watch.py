@@ -2,12 +2,16 @@
 
 import io
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
 import pytest
+from rich.text import Text
 
 from octet.api_schemas import Event, Job, Page
+from octet.api_schemas.curve import Curve, CurveEvaluations
+from octet.api_schemas.measured import Measurements, MemoryBytes
 from octet.client import ApiError, Client, ConnectionFailed
 from octet.client.terminal import Terminal
 from octet.client.watch import watch
@@ -15,6 +19,22 @@ from octet.client.watch import watch
 MakeJob = Callable[..., Job]
 AT = "2026-01-31T12:00:00Z"
 SEEN = {"step": 40, "steps": 100, "loss": 2.5, "tokens_per_s": 5120.0, "remaining_s": 61.0, "reported_at": AT}
+
+
+_LOSSES = (3.0, 2.5, None, 2.25)
+_ONES = (1, 1, 1, 1)
+CURVE = Curve(
+    job_id="job_1", step_by=1, first_step=1, last_step=4, has_more=False, cursor="", step=(1, 2, 3, 4), at=(1.0,) * 4,
+    num_steps=_ONES, num_not_finite=_ONES, loss=_LOSSES, loss_least=_LOSSES, loss_greatest=_LOSSES, gradient_norm=_LOSSES,
+    gradient_norm_greatest=_LOSSES, learning_rate=_LOSSES, tokens=_ONES, step_time_s=(1.0,) * 4, data_wait_s=(0.0,) * 4,
+    evaluations=CurveEvaluations(step=(), loss=(), loss_least=(), loss_greatest=(), metrics={}),
+)  # fmt: skip
+MEASURED = Measurements(
+    job_id="job_1", attempt_id="att_1", at=datetime(2026, 1, 31, tzinfo=UTC), step=1, num_parameters=1000,
+    num_layers_converted=4, num_layers_filtered=0, num_layers_skipped=1, layers=None,
+    memory=MemoryBytes(held={"weights": 2_000_000, "gradients": 1_000_000, "scales": 0}, fp32={"weights": 12_000_000},
+                       host=0, peak=None),
+)  # fmt: skip
 
 
 class Screen(io.StringIO):
@@ -43,6 +63,10 @@ def client_of(turns: list[tuple[Job, list[Event]] | None]) -> Client:
     events: list[Event] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/curve"):
+            return httpx.Response(200, content=CURVE.model_dump_json())
+        if request.url.path.endswith("/measurements"):
+            return httpx.Response(200, content=MEASURED.model_dump_json())
         if request.url.path.endswith("/events"):
             after = int(request.url.params.get("after", "0"))
             later = tuple(event for event in events if event.seq > after)
@@ -86,6 +110,36 @@ def test_a_terminal_gets_a_row_that_moves(turns: Any, monkeypatch: pytest.Monkey
     assert "\x1b[2J" not in text
     assert "100/100" in text
     assert "job.changed: accepted" in text
+    assert "first holds 3 MB, 25% of fp32's 12 MB: weights 2 MB, gradients 1 MB" in text
+    assert "loss by step" in text
+    assert "⢕⢕" in text
+
+
+def test_a_screen_of_80_columns_and_24_lines_shows_all_and_wraps_nothing(
+    turns: Any, monkeypatch: pytest.MonkeyPatch, make_job: MakeJob
+) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    job = make_job(name="n" * 90, state="succeeded", progress=SEEN | {"step": 100_000, "steps": 100_000, "tokens_per_s": 1e7})
+    watch(client_of([(job, [])] * 2), [job.id, job.id], Terminal(), poll_s=0)
+    shown = Text.from_ansi(screen.getvalue().replace("\r", "")).plain.splitlines()
+    assert max(map(len, shown)) <= 80
+    assert len(shown) <= 24
+    assert sum("100000/100000" in line for line in shown) == 2
+    assert any("loss by step" in line for line in shown)
+
+
+def test_a_terminal_without_room_for_a_chart_shows_rows_and_memory(turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "80"), ("LINES", "12")):
+        monkeypatch.setenv(name, value)
+    run_watch(turns)
+    assert "loss by step" not in screen.getvalue()
+    assert "first holds 3 MB" in screen.getvalue()
 
 
 def test_an_absence_that_lasts_ends_the_watch(turns: Any) -> None:

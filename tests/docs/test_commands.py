@@ -32,6 +32,7 @@ EXAMPLE = "examples/gpt-tiny.yaml"
 STEPS = 2
 RUN_HERE = (
     r"\.venv/bin/octet (serve|submit|list|metrics|logs)\b.*",
+    r"octet( (list|show|watch|metrics|logs|events|doctor|debug) .+)?",
     r"printf .*",
     r"curl .*",
     r"\.venv/bin/torchrun .* -m octet\.worker .*",
@@ -155,7 +156,7 @@ class Scratch:
         text = command.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{self.port}").replace("job_…", job_id)
         text = text.replace("/usr/share/doc", str(self.folder / "text")).replace("/tmp/site", f"{self.folder}/site")
         text = text.replace('"steps": 200', f'"steps": {STEPS}, "eval_batches": 1')
-        text = text.replace('"global_batch_size": 16, "sequence_length": 256', '"global_batch_size": 2, "sequence_length": 64')
+        text = text.replace('"global_batch_size": 16, "sequence_length": 128', '"global_batch_size": 2, "sequence_length": 64')
         arguments: dict[str, Any] = {"cwd": self.folder, "env": self.environment(), "timeout": LONG_S}
         answer = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False, **arguments)
         assert answer.returncode == 0, f"{text}\n{answer.stdout[-3000:]}\n{answer.stderr[-3000:]}"
@@ -221,6 +222,10 @@ def test_the_commands_of_the_readme_run_in_order(served: Scratch) -> None:
     assert json.loads(over_http).get("state") == "queued", over_http
     assert json.loads(points)["object"] == "list"
     assert "job.succeeded" in events
+    (first,) = [job.id for job in Client(f"http://127.0.0.1:{served.port}").jobs(state="succeeded")][-1:]
+    for command in commands("docs/terminal.md"):
+        served.run(command, first)
+    assert list(served.folder.glob("octet-debug-*.tar.gz"))
 
 
 @pytest.mark.system

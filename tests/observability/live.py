@@ -56,11 +56,13 @@ class Run:
     other_levels: tuple[str, ...] = ("bf16-amp",)
     other_workers: int = 1
     """Ranks of each other job. One rank lets jobs share the slots; a comparison of speed needs two, as O2 has."""
+    seeds: int = 2
+    """More jobs at the first of the other levels, each with a seed of its own and as many steps as O2."""
     demotes: bool = True
     """True to run another job, which demotes a layer."""
 
-    def spec(self, corpus: Path, level: str, *, workers: int) -> dict[str, Any]:
-        steps = self.steps if level == "O2" else self.other_steps
+    def spec(self, corpus: Path, level: str, *, workers: int, steps: int | None = None, seed: int = 0) -> dict[str, Any]:
+        steps = steps or (self.steps if level == "O2" else self.other_steps)
         precision = {"level": level} | ({"statistics_every": self.statistics_every} if LEVELS[level].gemm == "fp8" else {})
         return JobSpec.model_validate(
             {
@@ -74,7 +76,7 @@ class Run:
                 "training": {
                     "steps": steps, "global_batch_size": self.global_batch_size,
                     "micro_batch_size": self.global_batch_size // 2, "sequence_length": self.sequence_length,
-                    "eval_every": steps // 5, "eval_batches": 2, "checkpoint_every": steps // 5,
+                    "seed": seed, "eval_every": steps // 5, "eval_batches": 2, "checkpoint_every": steps // 5,
                     "schedule": {"warmup_steps": 10},
                 },
                 "resources": {"workers": workers},
@@ -181,6 +183,9 @@ class Live:
         self.jobs["O2"] = self.server.client.submit(run.spec(corpus, "O2", workers=2)).id
         for level in run.other_levels:
             self.jobs[level] = self.server.client.submit(run.spec(corpus, level, workers=run.other_workers)).id
+        for seed in range(run.seeds):
+            spec = run.spec(corpus, run.other_levels[0], workers=1, steps=run.steps, seed=seed + 1)
+            self.jobs[f"seed {seed}"] = self.server.client.submit(spec).id
         if run.demotes:
             demoting = run.spec(corpus, "O2", workers=1) | {"labels": {}}
             demoting["precision"] |= {"demotion": {"min_sqnr_db": 100.0, "patience": 8}}  # nothing reaches 100 dB
@@ -212,6 +217,7 @@ class Live:
             "$__range": f"{max(60, round(self.end - self.start) + 10)}s",
             "$job_id": job_id,
             "$comparison": "live",
+            "$yardstick": "bf16-amp",
             "$pool": ".*",
         }
         for macro, value in macros.items():

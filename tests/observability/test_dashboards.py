@@ -12,13 +12,20 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from jsonschema import Draft7Validator
 from jsonschema.exceptions import best_match
 
+from deploy.grafana import fleet, job, levels
 from deploy.grafana.generate import BOARDS, FOLDER, generated
-from deploy.grafana.model import TAG, Board, Panel
+from deploy.grafana.model import STATE_COLORS, TAG, Board, Panel
+from octet.api_schemas import JobState
+from octet.client.render import STATE_STYLES
+from octet.service.telemetry import jobs as telemetry
+from octet.worker.metrics import exporter
 from tests.observability.dcgm import DEFAULT_COUNTERS, LABELS, PROFILING_COUNTERS
 from tests.observability.live import DCGM, ROOT
 
 GRAFANA_VERSION = "12.2.0"
 SCHEMA = json.loads((Path(__file__).parent / f"schemas/grafana-{GRAFANA_VERSION}.schema.json").read_text())
+
+TERMINAL_HUES = {"blue": {"blue", "cyan"}, "purple": {"magenta"}, "yellow": {"yellow"}, "green": {"green"}, "red": {"red"}}
 
 each_board = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
 
@@ -29,7 +36,12 @@ def document(board: Board) -> dict[str, Any]:
 
 
 def panels(board: Board) -> list[dict[str, Any]]:
-    return [panel for panel in document(board)["panels"] if panel["type"] != "row"]
+    return [panel for panel in flat(document(board)) if panel["type"] != "row"]
+
+
+def flat(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return rows and panels in their order. A collapsed row holds its panels."""
+    return [part for panel in dashboard["panels"] for part in (panel, *panel.get("panels", ()))]
 
 
 @each_board
@@ -47,12 +59,17 @@ def test_uids_never_change() -> None:
 
 def problem(dashboard: dict[str, Any]) -> str:
     """Return the first violation of Grafana's schema; empty if there is none."""
-    error = best_match(Draft7Validator(SCHEMA).iter_errors(dashboard))
+    error = best_match(Draft7Validator(SCHEMA).iter_errors(dashboard | {"panels": unfolded(dashboard)}))
     return f"{error.json_path}: {error.message}" if error else ""
 
 
+def unfolded(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the panels with those of collapsed rows beside their rows: the schema knows rows without panels."""
+    return [part | {"panels": []} if part.get("panels") else part for part in flat(dashboard)]
+
+
 def a_panel(dashboard: dict[str, Any], kind: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(panel for panel in dashboard["panels"] if panel["type"] == kind)
+    found: dict[str, Any] = next(panel for panel in flat(dashboard) if panel["type"] == kind)
     return found
 
 
@@ -98,7 +115,8 @@ def test_a_spoilt_dashboard_does_not_fit(spoilt: str) -> None:
 def test_the_sdk_reads_it(board: Board) -> None:
     read = Dashboard.from_json(document(board))
     assert read.uid == board.uid
-    assert len(read.panels or []) == len(board.panels) + len(board.rows)
+    assert len(panels(board)) == len(board.panels)
+    assert len(read.panels or []) == len(board.rows) + sum(len(row.panels) for row in board.rows if not row.is_collapsed)
 
 
 @each_board
@@ -117,7 +135,7 @@ def test_every_panel_has_unit_description_source_and_query(board: Board) -> None
 def test_panels_have_ids_of_their_own_and_do_not_overlap(board: Board) -> None:
     assert len({panel["id"] for panel in panels(board)}) == len(panels(board))
     taken: set[tuple[int, int]] = set()
-    for panel in document(board)["panels"]:
+    for panel in document(board)["panels"]:  # a collapsed row alone takes room
         place = panel["gridPos"]
         cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
         assert place["x"] + place["w"] <= 24, panel["title"]
@@ -155,7 +173,8 @@ def test_the_stand_in_for_dcgm_serves_the_metrics_of_the_panels() -> None:
 
 def test_loss_by_step_is_a_curve_for_each_level() -> None:
     """Grafana takes the first number of a row as x and the second as y, so the order of the queries matters."""
-    panel = a_panel(json.loads((FOLDER / "octet-levels.json").read_text()), "xychart")
+    drawn = [panel for panel in panels(levels.BOARD) if panel["type"] == "xychart"]
+    (panel,) = [panel for panel in drawn if len(panel["targets"]) == 2]
     assert [target["expr"].partition(") (")[2].partition(")")[0] for target in panel["targets"]] == [
         "octet_job_step",
         "octet_job_loss",
@@ -163,6 +182,72 @@ def test_loss_by_step_is_a_curve_for_each_level() -> None:
     assert {target["format"] for target in panel["targets"]} == {"table"}
     assert [transformation["id"] for transformation in panel["transformations"]] == ["merge", "partitionByValues"]
     assert panel["transformations"][1]["options"]["fields"] == ["level"]
+
+
+def test_the_difference_by_step_is_a_curve_for_each_level_and_end_of_the_band() -> None:
+    drawn = [panel for panel in panels(levels.BOARD) if panel["type"] == "xychart"]
+    (panel,) = [panel for panel in drawn if len(panel["targets"]) == 1]
+    steps = [transformation["id"] for transformation in panel["transformations"]]
+    assert steps == ["merge", "convertFieldType", "sortBy", "organize", "partitionByValues"]
+    assert panel["transformations"][-1]["options"]["fields"] == ["curve"]
+    assert "min" not in panel["fieldConfig"]["defaults"], "a level may be better than the yardstick"
+    assert all(f"yardstick, {end} of its seeds" in panel["targets"][0]["expr"] for end in ("highest", "lowest"))
+
+
+def test_a_state_has_the_same_colour_on_every_board() -> None:
+    """ "starting" is no failure and "failed" is red; the terminal's hues are these too."""
+    for state, color in STATE_COLORS.items():
+        assert STATE_STYLES[JobState(state)] in TERMINAL_HUES[color.removeprefix("light-")], state
+    found = [panel for board in BOARDS for panel in panels(board) if "{{state}}" in json.dumps(panel["targets"])]
+    overrides = [
+        {
+            override["matcher"]["options"]: override["properties"][0]["value"]["fixedColor"]
+            for override in panel["fieldConfig"]["overrides"]
+        }
+        for panel in found
+        if panel["title"] == "Jobs by state"
+    ]
+    assert overrides == [STATE_COLORS]
+
+
+def test_the_job_board_shows_six_panels_and_folds_the_rest() -> None:
+    rows = [panel for panel in document(job.BOARD)["panels"] if panel["type"] == "row"]
+    assert [bool(row["collapsed"]) for row in rows] == [False] + [True] * (len(rows) - 1)
+    above = [panel for panel in document(job.BOARD)["panels"] if panel["type"] != "row"]
+    assert len(above) == 6
+    assert max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in above) <= 13  # of 30 pixels each
+
+
+def test_jobs_are_chosen_and_listed_by_name() -> None:
+    choice = job.BOARD.variables[0]
+    line = 'octet_job_info{comparison="a",instance="x:1",job_id="job_1",level="O2",name="first",title="first O2 job_1"} 1 2'
+    found = re.search(choice.regex.strip("/").replace("(?<", "(?P<"), line)
+    assert found is not None
+    assert found.groupdict() == {"value": "job_1", "text": "first O2 job_1"}
+    (table,) = [panel for panel in panels(fleet.BOARD) if panel["type"] == "table"]
+    (override,) = table["fieldConfig"]["overrides"]
+    assert (override["matcher"]["options"], override["properties"][0]) == ("job_id", {"id": "custom.hidden", "value": True})
+    assert all("group_left (name)" in target["expr"] for target in table["targets"])
+
+
+def test_a_stat_that_tells_a_state_shows_its_name_and_no_1() -> None:
+    stats = [panel for board in BOARDS for panel in board.panels if panel.kind == "stat"]
+    assert [panel.title for panel in stats if panel.names] == ["State", "Version"]
+    shown = {
+        panel["title"]: panel["options"]["textMode"] for board in BOARDS for panel in panels(board) if panel["type"] == "stat"
+    }
+    assert {shown["State"], shown["Version"]} == {"name"}
+
+
+def test_documents_have_the_numbers_of_series_that_the_code_has() -> None:
+    operations = (ROOT / "docs/operations.md").read_text()
+    ranks = re.findall(r"at most (\d+) series a rank|a rank \((\d+)\)", operations)
+    assert {int(number) for found in ranks for number in found if number} == {exporter.MAX_SERIES}
+    jobs = re.findall(r"at most (\d+) series for each|the api \((\d+) for each job\)", operations)
+    assert {int(number) for found in jobs for number in found if number} == {telemetry.MAX_SERIES}
+    scrapes = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    assert all(scrape.get("sample_limit", 10**6) >= 2 * exporter.MAX_SERIES for scrape in scrapes)
+    assert not re.search(r"budget is \d+", (ROOT / "deploy/prometheus/prometheus.yml").read_text())
 
 
 def test_provisioning_points_at_the_dashboards_and_at_prometheus() -> None:

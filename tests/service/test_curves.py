@@ -17,7 +17,7 @@ from octet.service.db.columns import UtcDateTime
 from octet.service.db.tables import CurvePartRow, EvaluationRow, JobRow
 from octet.service.store import curves
 from octet.service.store.curves import Point
-from tests.service.test_database import without_curve_parts
+from tests.service.test_database import without_curve_parts, without_rows
 from tests.service.world import World
 
 ATTEMPTS = ("att_1", "att_2")
@@ -133,6 +133,7 @@ def check_parts(session: Session, job_id: str) -> None:
 
 def as_before_parts(connection: Connection, rows: list[dict[str, Any]]) -> None:
     """Store rows as version 0009 did."""
+    without_rows(connection)
     without_curve_parts(connection)
     old = table("metrics", *map(named, rows[0]))
     values = {name: bindparam(name) for name in rows[0]} | {"at": bindparam("at", type_=UtcDateTime())}

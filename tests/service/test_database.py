@@ -62,6 +62,7 @@ def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(databas
         for index in ("ix_jobs_live", "ix_jobs_finished_at", "ix_jobs_pool_queued_at", "ix_attempts_state_reason"):
             connection.execute(text(f"DROP INDEX {index}"))
         without_tallies(connection)
+        without_rows(connection)
         connection.execute(text("ALTER TABLE attempts DROP COLUMN warmed_up_at"))
         connection.execute(text("ALTER TABLE jobs DROP COLUMN steps"))
         connection.execute(text("ALTER TABLE jobs DROP COLUMN min_workers"))
@@ -78,6 +79,13 @@ def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(databas
         assert found.job_id == job_id
         key = TakenKey("other", "used", "hash", job_id, now + timedelta(hours=24))
         assert store.jobs.take_idempotency_keys(session, [key], now) == {job_id}
+
+
+def without_rows(connection: Connection) -> None:
+    """Undo migration 0012."""
+    undo = ("DROP TABLE measurements", "DROP INDEX ix_jobs_rows", "DROP INDEX ix_jobs_best_evaluation_loss")
+    for statement in (*undo, "ALTER TABLE jobs DROP COLUMN level", "ALTER TABLE jobs DROP COLUMN best_evaluation_loss"):
+        connection.execute(text(statement))
 
 
 def without_curve_parts(connection: Connection) -> None:

@@ -48,6 +48,15 @@ BODIES: dict[str, dict[str, Any]] = {
         "sha256": "a" * 64,
         "loss": None,
     },
+    "measured": {
+        "kind": "measured",
+        "step": 1,
+        "memory": {"held": {"weights": 1}, "fp32": {"weights": 4}, "host": 0, "peak": None},
+        "layers": [
+            {"layer": "h.0", "operand": "input", "step": 1, "amax": 1.5, "dequant_scale": None}
+            | dict.fromkeys(["overflow_ratio", "underflow_ratio", "sqnr_db"], 0.5)
+        ],
+    },
     "log": {"kind": "log", "level": "INFO", "message": "a\u0000ü"},
     "event": {"kind": "event", "type": "a.b", "message": "m", "data": {"a": 1, "b": 1.5, "c": True, "d": None, "e": "f"}},
     "finished": {

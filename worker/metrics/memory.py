@@ -31,6 +31,25 @@ def memory_report(
     return num_bytes
 
 
+def fp32_report(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the bytes that this rank's weights, live gradients and optimizer states would take in fp32, by class.
+
+    Every value counts once, so there are no master weights. A rank that holds a part of a tensor counts that part.
+    """
+    pieces: dict[Tensor, nn.Parameter] = getattr(optimizer, "pieces", {})
+    num_elements = dict.fromkeys(("weights", "gradients", "exp_avg", "exp_avg_sq"), 0)
+    for parameter in model.parameters():
+        piece = pieces.get(parameter, parameter)
+        is_whole = any(tensor.untyped_storage().nbytes() for _, tensor in _parts("weights", parameter))
+        num_elements["weights"] += (parameter if is_whole else piece).numel()
+        holder = parameter if parameter.grad is not None else piece
+        num_elements["gradients"] += holder.numel() if holder.grad is not None else 0
+        for name in optimizer.state.get(piece, {}):
+            if name in num_elements:
+                num_elements[name] += piece.numel()
+    return {name: 4 * number for name, number in num_elements.items()}
+
+
 def host_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
     """Return the bytes that model and optimizer hold in host memory for parameters on other devices. 0 for a model on a CPU."""
     return sum(storage.nbytes() for _, storage in _storages(model, optimizer, converted_only=False, on_host=True))

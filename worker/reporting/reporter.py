@@ -24,6 +24,7 @@ from octet.api_schemas import (
     EvaluationReport,
     LaunchOrder,
     LogReport,
+    MeasuredReport,
     Report,
     ReportBatch,
     ReportBody,
@@ -74,7 +75,7 @@ class LogReporter:
     """The reporter of a run without a control plane. It logs reports, and nobody can stop the run."""
 
     def send(self, body: ReportBody, at: datetime | None = None) -> None:
-        if not isinstance(body, LogReport):
+        if not isinstance(body, LogReport | MeasuredReport):
             fields = body if isinstance(body, StepReport) else body.model_dump(exclude_none=True).items()
             told = (f"{name}={value}" for name, value in fields if name != "kind" and value is not None)
             logger.info("%s %s", body.kind, " ".join(told))
@@ -164,7 +165,7 @@ class HttpReporter:
             self._spool.append(Report.model_construct(seq=self._last_seq, at=at or datetime.now(UTC), body=body))
         if isinstance(body, LogReport):
             return
-        if not isinstance(body, StepReport | EvaluationReport):
+        if not isinstance(body, StepReport | EvaluationReport | MeasuredReport):
             self._hurry.set()
         self._wake.set()
 

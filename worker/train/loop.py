@@ -68,6 +68,7 @@ class Trainer:
 
     # What follows the run
     progress: Progress
+    worst_layers: train_reports.WorstLayers
     step_times: StepTimes
     log: StepLog
     writer: CheckpointWriter
@@ -93,6 +94,7 @@ class Trainer:
         self.model, self.optimizer = self.job.model, self.job.optimizer
 
         self.progress = Progress()
+        self.worst_layers = train_reports.WorstLayers()
         self.step_times = StepTimes(num_skipped=self.job.num_warm_up_steps)
         self.log = StepLog(mesh, is_late=is_accelerator(mesh.device), is_writing=lambda: self.writer.is_writing)
         self._tell(PhaseReport(phase="model_built"))
@@ -176,7 +178,7 @@ class Trainer:
             job.parallel.publish()
             job.average.update(self.model)
         if not self.progress.memory_bytes:  # every state exists now, and the gradients are still alive
-            train_reports.count_memory(self.progress, self.model, self.optimizer, job.average)
+            self._tell(train_reports.count_memory(self.progress, self.model, self.optimizer, job.average))
             self.metrics.observe_memory(self.progress.memory_bytes)
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -234,6 +236,8 @@ class Trainer:
         self.metrics.observe_busy(self.mesh.waits.last_busy_s)
         if self.job.health is not None:
             self.metrics.observe_fp8(self.job.health.samples)
+            if worst := self.worst_layers.new(self.progress.step, self.job.health.samples):
+                self._tell(worst)
         for step in steps:
             self.progress.train_time_s += step.step_time_s
             self.step_times.add(step.step_time_s)

@@ -3,21 +3,24 @@
 import math
 import statistics
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from octet.api_schemas import EventReport, JobSummary, JsonScalar, StartedReport, StepReport
+from octet.api_schemas import EventReport, JobSummary, JsonScalar, MeasuredReport, StartedReport, StepReport
+from octet.api_schemas.measured import MAX_LAYERS, LayerHealth, MemoryBytes
 from octet.worker.common.config import TrainConfig
 from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.statistics import OperandSample
 from octet.worker.mesh import Mesh
 from octet.worker.mesh.stragglers import Straggler
 from octet.worker.metrics.device import no_peak_event
-from octet.worker.metrics.memory import host_bytes, memory_report
+from octet.worker.metrics.memory import fp32_report, host_bytes, memory_report
 from octet.worker.models.blocks import repeated_blocks
 from octet.worker.train.average import MovingAverage
 from octet.worker.train.build import JobModel
@@ -52,12 +55,62 @@ def started(config: TrainConfig, mesh: Mesh, job: JobModel, step: int, num_steps
     )
 
 
-def count_memory(progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, average: MovingAverage) -> None:
-    """Write into `progress` the bytes held on the device, by class, and in host memory; a moving average counts as `other`."""
+def count_memory(
+    progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, average: MovingAverage
+) -> MeasuredReport:
+    """Write into `progress` the bytes held on the device, by class, and in host memory; a moving average counts as `other`.
+
+    Returns them as a report, beside those of fp32.
+    """
     progress.memory_bytes = memory_report(model, optimizer)
     progress.memory_bytes["other"] += average.num_bytes
     progress.converted_memory_bytes = memory_report(model, optimizer, converted_only=True)
     progress.host_memory_bytes = host_bytes(model, optimizer)
+    memory = MemoryBytes(
+        held=progress.memory_bytes,
+        fp32=fp32_report(model, optimizer),
+        host=progress.host_memory_bytes,
+        peak=_peak_bytes(next(model.parameters()).device),
+    )
+    return MeasuredReport(step=progress.step + 1, memory=memory)
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+class WorstLayers:
+    """Reports of the layers that FP8 holds worst, at most one in `INTERVAL_S`."""
+
+    INTERVAL_S = 5.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due_at = clock()
+        self._reported: Sequence[OperandSample] = ()
+
+    def new(self, step: int, samples: Sequence[OperandSample]) -> MeasuredReport | None:
+        """Return a report of new samples; None where there are none, or where it is too early."""
+        if not samples or samples is self._reported or self._clock() < self._due_at:
+            return None
+        self._reported, self._due_at = samples, self._clock() + self.INTERVAL_S
+        worst: dict[str, OperandSample] = {}
+        for sample in sorted(samples, key=_badness):
+            worst.setdefault(sample.layer, sample)
+        return MeasuredReport(step=step, layers=tuple(map(_health_of, list(worst.values())[:MAX_LAYERS])))
+
+
+def _badness(sample: OperandSample) -> float:
+    """Return what the worst sample has least of."""
+    return sample.sqnr_db if not math.isnan(sample.sqnr_db) else -math.inf
+
+
+def _health_of(sample: OperandSample) -> LayerHealth:
+    numbers = {name: finite(getattr(sample, name)) for name in LayerHealth.model_fields if name not in _NOT_NUMBERS}
+    return LayerHealth(layer=sample.layer, operand=sample.operand, step=sample.step, **numbers)  # type: ignore[arg-type]
+
+
+_NOT_NUMBERS = {"layer", "operand", "step"}
 
 
 def step_report(step: FinishedStep, tokens: int) -> StepReport:
@@ -128,7 +181,6 @@ def summarize(
 
     evaluation: the loss and the family's metrics, by name. mean_step_s: seconds of a step. sent_bytes: by collective and dtype.
     """
-    device = next(model.parameters()).device
     return JobSummary(
         steps=progress.step,
         final_loss=statistics.fmean(progress.recent_losses),
@@ -143,7 +195,7 @@ def summarize(
         memory_bytes=progress.memory_bytes,
         converted_memory_bytes=progress.converted_memory_bytes,
         host_memory_bytes=progress.host_memory_bytes,
-        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        peak_memory_bytes=_peak_bytes(next(model.parameters()).device),
         sent_bytes=_by_collective(sent_bytes),
         data=dict(facts),
     )

@@ -99,6 +99,7 @@ def test_validate(octet: Callable[..., Result], job_file: str) -> None:
     assert "is a valid job: 858,880 parameters" in shown.stdout
     assert "256 tokens a step in 1 micro-batches of 4 sequences" in shown.stdout
     assert json.loads(octet("validate", job_file, "--json").stdout)["object"] == "validated_job"
+    assert octet("validate", job_file, "--offline", "--url", "http://127.0.0.1:9").stdout == shown.stdout
 
 
 def test_a_watched_job_that_succeeds_exits_0(
@@ -156,8 +157,57 @@ def test_list(octet: Callable[..., Result], finished: Job) -> None:
     assert header.startswith("ID")
     assert row.startswith(finished.id)
     assert json.loads(octet("list", "--state", "succeeded", "--limit", "1", "--json").stdout)[0]["id"] == finished.id
-    assert octet("list", "--label", "team:nobody").stdout.startswith("No jobs.")
     assert json.loads(octet("list", "--label", "team:nobody", "--json").stdout) == []
+
+
+def test_an_empty_list_names_the_filters_and_what_is_there_without_them(octet: Callable[..., Result], finished: Job) -> None:
+    shown = octet("list", "--state", "failed", "--label", "team:nobody", "--search", "finis").stdout
+    assert shown.startswith("No job fits --state failed --label team:nobody --search finis. Without the filter there ")
+    total = json.loads(octet("list", "--json").stdout)
+    assert total
+    assert octet("list", "--page", "100").stdout.startswith("Page 100 is empty: all ")
+
+
+def test_a_list_has_pages_and_filters(octet: Callable[..., Result], client: Client, runnable: dict[str, Any]) -> None:
+    ids = [client.submit(runnable | {"name": f"leaf-of-list-{number}", "priority": 7}).id for number in range(5)]
+    for job_id in ids[:2]:
+        client.cancel(job_id)
+    first = octet("list", "--search", "LEAF-of", "--limit", "2")
+    assert [line.split()[0] for line in first.stdout.splitlines()[1:] if line.startswith("job_")] == [ids[4], ids[3]]
+    assert "1 to 2 of 5 jobs; the next page: --page 2" in first.stderr
+    last = octet("list", "--search", "leaf-of", "--limit", "2", "--page", "3")
+    assert [line.split()[0] for line in last.stdout.splitlines()[1:]] == [ids[0]]
+    assert "5 to 5 of 5 jobs\n" in last.stderr
+    assert "leaf-of-list-4 waits: " in first.stdout
+    both = octet("list", "--search", "leaf-of", "--state", "queued", "--state", "cancelled", "--json")
+    assert [job["id"] for job in json.loads(both.stdout)] == ids[::-1]
+    chosen = octet(
+        "list", "--search", "leaf-of", "--state", "cancelled", "--level", "O2", "--pool", "cpu", "--page", "2", "-n", "1"
+    )
+    assert [line.split()[0] for line in chosen.stdout.splitlines()[1:]] == [ids[0]]
+    assert json.loads(octet("list", "--search", "leaf-of", "--level", "fp32", "--json").stdout) == []
+
+
+def test_without_a_command_octet_shows_what_is_going_on(
+    app: OctetApp, octet: Callable[..., Result], client: Client, finished: Job, runnable: dict[str, Any]
+) -> None:
+    waiting = client.submit(runnable | {"name": "going-on"})
+    shown = octet()
+    assert shown.exit_code == 0
+    assert shown.stdout.startswith(f"Octet at {app.url}\nPOOL ")
+    running, ended = shown.stdout.split("Jobs that ended last")
+    assert waiting.id in running
+    assert "going-on waits: " in running
+    assert "octet watch going-on" in ended
+    assert finished.id in ended
+    assert waiting.id not in ended
+
+
+def test_without_a_job_octet_says_how_to_begin(tmp_path: Path) -> None:
+    with OctetApp(tmp_path) as app:
+        shown = CliRunner().invoke(build_app(), [], env={"OCTET_URL": app.url})
+        assert "No jobs yet. Next:\n  octet submit job.yaml --watch\n  octet list\n" in shown.stdout
+        assert CliRunner().invoke(build_app(), ["list"], env={"OCTET_URL": app.url}).stdout.startswith("No jobs. Submit one")
 
 
 def test_show(octet: Callable[..., Result], finished: Job) -> None:
@@ -175,7 +225,7 @@ def test_show(octet: Callable[..., Result], finished: Job) -> None:
     [
         ("attempts", "node-1", "node", "node-1"),
         ("checkpoints", "10 kB", "num_bytes", 10_000),
-        ("metrics", "2.5000", "step", 1),
+        ("metrics", "2.9800", "step", 1),
     ],
 )
 def test_records_as_table_and_as_one_document(
@@ -185,15 +235,27 @@ def test_records_as_table_and_as_one_document(
     assert json.loads(octet(command, finished.id, "--json").stdout)[0][field] == value
 
 
-def test_a_long_curve_is_thinned_out_but_keeps_its_evaluations(octet: Callable[..., Result], finished: Job) -> None:
+def test_a_long_curve_is_shown_in_buckets_with_its_evaluations(octet: Callable[..., Result], finished: Job) -> None:
     shown = octet("metrics", finished.id, "--rows", "2").stdout.splitlines()
-    assert [line.split()[0] for line in shown] == ["STEP", "1", "2", "3"]  # 2 was evaluated
+    assert [line.split()[:3] for line in shown[1:]] == [["3", "2.9800", "2.5000"]]  # the mean, and the evaluation after 2
+
+
+def test_jobs_are_compared(octet: Callable[..., Result], app: OctetApp, client: Client, finished: Job) -> None:
+    other = client.submit(finished.spec.model_copy(update={"name": "other"}))
+    app.start_rank(other.id).train(steps=3)
+    shown = octet("metrics", finished.id, "other")
+    assert shown.exit_code == 0
+    header, *rows = [line.split() for line in shown.stdout.splitlines()]
+    assert header == ["STEP", "FINISHED", "OTHER", "DIFF"]
+    assert rows == [[str(step), f"{3 - step / 100:.4f}", f"{3 - step / 100:.4f}", "+0.00%"] for step in (1, 2, 3)] + [
+        ["eval", "2", "2.5000", "–", "–"]
+    ]
 
 
 @pytest.mark.parametrize("follow", [(), ("--follow",)])
 def test_events_and_logs_as_lines_and_as_json(octet: Callable[..., Result], finished: Job, follow: tuple[str, ...]) -> None:
     logs = octet("logs", finished.id, *follow)
-    assert logs.stdout.endswith("rank 0  WARNING  \\x1b[31mred\n")
+    assert logs.stdout.endswith("  WARNING  \\x1b[31mred\n")
     [line] = octet("logs", finished.id, "--json", *follow).stdout.splitlines()
     assert json.loads(line)["message"] == "\x1b[31mred"
     assert octet("logs", finished.id, "--rank", "1", *follow).stdout == ""
@@ -204,11 +266,11 @@ def test_events_and_logs_as_lines_and_as_json(octet: Callable[..., Result], fini
 
 def test_models_levels_and_pools(octet: Callable[..., Result]) -> None:
     lines = octet("models").stdout.splitlines()
-    assert lines[0].split()[:3] == ["FAMILY", "PRESET", "PARAMETERS"]
+    assert lines[0].split()[:2] == ["PRESET", "PARAMS"]
     (row,) = [line.split() for line in lines if "swin-1.0b" in line]
-    assert row[:5] == ["swin", "swin-1.0b", "1,064,127,084", "17", "GB"]
-    assert lines[-2].split()[:3] == ["huggingface", "138", "architectures"]
-    assert lines[-1].split()[:4] == ["python", "your", "own", "network"]
+    assert row[:5] == ["swin-1.0b", "1.06", "G", "17", "GB"]
+    assert lines[-2].split()[:3] == ["huggingface", "138", "architectures;"]
+    assert lines[-1].split()[:4] == ["python", "your", "own", "network;"]
     families = {family["family"]: family for family in json.loads(octet("models", "--json").stdout)}
     assert "qwen3" in families["huggingface"]["architectures"]["next_token"]
     assert "≤ 6.2" in octet("levels").stdout
@@ -222,6 +284,7 @@ def test_the_key_comes_from_the_environment(tmp_path: Path) -> None:
         without = CliRunner().invoke(build_app(), ["list", "--url", app.url])
         assert without.exit_code == 2
         assert "an API key is needed" in without.stderr
+        assert "Set OCTET_API_KEY" in without.stderr
         assert CliRunner().invoke(build_app(), ["list", "--url", app.url], env={"OCTET_API_KEY": API_KEY}).exit_code == 0
 
 
@@ -239,10 +302,13 @@ def test_a_job_is_found_by_its_name_and_by_a_beginning_of_its_id(
     for text in (first.id, "found-once", first.id[:-1]):
         assert json.loads(octet("show", text, "--json").stdout)["id"] == first.id
         assert octet("events", text).exit_code == 0
-    shown = octet("show", "found-twice")
+    shown = octet("cancel", "found-twice")
     assert shown.exit_code == 2
     assert all(job.id in shown.stderr for job in again)
     assert first.id not in shown.stderr
+    newest = octet("show", "found-twice", "--json")
+    assert json.loads(newest.stdout)["id"] == again[1].id
+    assert f"this is the newest, {again[1].id}" in newest.stderr
     shown = octet("cancel", "job_")
     assert shown.exit_code == 2
     shown = octet("show", again[0].id[:5])

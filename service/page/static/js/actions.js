@@ -1,0 +1,139 @@
+/** What can be done with a job: cancel it, submit it again with changes, take its spec along, compare it. */
+
+import { ask, headers, key } from "./api.js";
+import { fill, h, mark, problem } from "./dom.js";
+import { bytes } from "./figures.js";
+import { isOver } from "./levels.js";
+import { send } from "./requests.js";
+import { toYaml } from "./yaml.js";
+
+/** @typedef {import("octet-types").Job} Job */
+
+/** Build a job's buttons. @param {Job} job @returns {HTMLElement[]} */
+export function actions(job) {
+  const cancel = h(
+    "button",
+    { type: "button", class: "danger", hidden: isOver(job.state), onclick: () => confirmCancel(job) },
+    "Cancel",
+  );
+  mark(cancel, "data-action", "cancel");
+  return [
+    cancel,
+    h("a", { class: "button", href: `/submit?from=${job.id}` }, "Clone"),
+    h("a", { class: "button", href: `/compare?jobs=${job.id}` }, "Compare"),
+    h("button", { type: "button", onclick: () => showSpec(job) }, "Copy as…"),
+  ];
+}
+
+/** @param {Job} job */
+function confirmCancel(job) {
+  const note = h("div");
+  const stop = h(
+    "button",
+    {
+      type: "button",
+      class: "danger",
+      onclick: async () => {
+        stop.disabled = true;
+        try {
+          await send(`/v1/jobs/${job.id}/cancel`, {});
+          dialog.close();
+        } catch (error) {
+          fill(note, problem(error));
+          stop.disabled = false;
+        }
+      },
+    },
+    "Cancel the job",
+  );
+  const dialog = open(
+    "Cancel this job?",
+    h("p", {}, `${job.name} stops at the end of its step and saves nothing more. Its curve and checkpoints stay.`),
+    note,
+    stop,
+  );
+}
+
+/** @param {Job} job */
+function showSpec(job) {
+  const yaml = toYaml(job.spec);
+  const curl = curlOf(job.spec);
+  open(
+    "Take this job along",
+    h("div", { class: "copies" }, copy("Job file, for octet submit", yaml), copy("The same as curl", curl)),
+  );
+}
+
+/** Write a submission as a command. @param {unknown} spec */
+export function curlOf(spec) {
+  const body = JSON.stringify(spec).replaceAll("'", "'\\''");
+  const secret = key() ? ` -H "Authorization: Bearer $OCTET_API_KEY"` : "";
+  return `curl ${location.origin}/v1/jobs -H 'Content-Type: application/json'${secret} \\\n  -d '${body}'`;
+}
+
+/** Build a text that can be copied. @param {string} title @param {string} text */
+export function copy(title, text) {
+  const block = h("pre", { tabindex: 0, "aria-label": title }, text);
+  const button = h(
+    "button",
+    {
+      type: "button",
+      class: "plain",
+      onclick: async () => {
+        getSelection()?.selectAllChildren(block);
+        // A page over plain HTTP from another machine has no clipboard; there the text is selected for the keys.
+        const isDone = await navigator.clipboard?.writeText(text).then(
+          () => true,
+          () => false,
+        );
+        button.textContent = isDone ? "Copied" : "Selected: press Ctrl+C";
+      },
+    },
+    "Copy",
+  );
+  return h("section", {}, h("div", { class: "titled" }, h("h3", {}, title), button), block);
+}
+
+/** List a checkpoint's files for download. @param {import("octet-types").Checkpoint} checkpoint */
+export async function openFiles({ job_id, id, step }) {
+  const list = h("ul", { class: "files" }, h("li", {}, "Loading…"));
+  open(`Files of step ${step}`, list);
+  const path = `/v1/jobs/${job_id}/checkpoints/${id}/files`;
+  try {
+    const { data } = await ask(path);
+    fill(
+      list,
+      data.map((/** @type {{path: string, num_bytes: number}} */ file) =>
+        h("li", {}, fileLink(`${path}/${file.path}`, file.path), ` ${bytes(file.num_bytes)}`),
+      ),
+    );
+  } catch (error) {
+    fill(list, problem(error));
+  }
+}
+
+/**
+ * Build a link to a file. A link sends no key, so where there is one the file is fetched first.
+ * @param {string} path @param {string} name
+ */
+function fileLink(path, name) {
+  const link = h("a", { href: path, download: name.replaceAll("/", "-") }, name);
+  if (!key()) return link;
+  link.addEventListener("click", async (event) => {
+    if (link.href.startsWith("blob:")) return;
+    event.preventDefault();
+    const answer = await fetch(path, { headers: headers() });
+    link.href = URL.createObjectURL(await answer.blob());
+    link.click();
+  });
+  return link;
+}
+
+/** Open a dialog. @param {string} title @param {...HTMLElement} children */
+function open(title, ...children) {
+  const close = h("button", { type: "button", onclick: () => dialog.close() }, "Close");
+  const dialog = h("dialog", { "aria-label": title, onclose: () => dialog.remove() }, h("h2", {}, title), ...children, close);
+  document.body.append(dialog);
+  dialog.showModal();
+  return dialog;
+}

@@ -1,0 +1,183 @@
+/** The lower parts of a job's page: memory, FP8 health, the timeline, logs, checkpoints. Each fails alone. */
+
+import { openFiles } from "../actions.js";
+import { stacks } from "../chart/stack.js";
+import { Logs } from "../logs.js";
+import { Timeline } from "../timeline.js";
+import { fill, h, panel, problem } from "../dom.js";
+import { bytes, clock, percent, short } from "../figures.js";
+import { count, number } from "../format.js";
+import { isOver } from "../levels.js";
+import { all } from "../requests.js";
+
+/** @typedef {import("./job.js").Shown} Shown */
+/** @typedef {import("./job.js").Part} Part */
+
+/**
+ * Build the parts.
+ * @param {Shown} shown @param {{memory: HTMLElement, rest: HTMLElement, query: URLSearchParams}} places
+ * @returns {Part[]}
+ */
+export function parts(shown, { memory, rest, query }) {
+  const health = panel("FP8 health");
+  const timeline = new Timeline(shown);
+  const logs = new Logs(shown, query);
+  const checkpoints = panel("Checkpoints");
+  health.hidden = true;
+  rest.append(health, h("div", { class: "halves" }, timeline.element, logs.element), checkpoints);
+  const saved = new Checkpoints(checkpoints, shown);
+  return [{ draw: () => drawMemory(memory, shown) }, { draw: () => drawHealth(health, shown) }, timeline, logs, saved];
+}
+
+/** @param {HTMLElement} side @param {Shown} shown */
+function drawMemory(side, { job, measured }) {
+  const memory = measured?.memory ?? null;
+  const held = memory?.held ?? job.summary?.memory_bytes ?? null;
+  const words = JSON.stringify([held, memory?.fp32, measured?.num_layers_converted, isOver(job.state)]);
+  if (side.dataset.words === words) return;
+  side.dataset.words = words;
+  if (!held) {
+    const note = !isOver(job.state)
+      ? "Counted from live tensors after the first step."
+      : job.progress
+        ? "It was not measured."
+        : "It ended before its first step.";
+    return fill(side, panel("Memory", h("p", { class: "muted" }, note)));
+  }
+  const level = job.spec.precision.level;
+  const bars = stacks([{ name: level, parts: held }, ...(memory ? [{ name: "fp32", parts: memory.fp32 }] : [])], true);
+  const facts = [
+    measured && `${count(measured.num_parameters)} parameters`,
+    measured && `${count(measured.num_layers_converted)} layers converted, ${count(measured.num_layers_skipped)} kept`,
+    memory?.peak && `peak ${bytes(memory.peak)} on the device`,
+    memory?.host ? `${bytes(memory.host)} in host memory` : null,
+  ].filter(Boolean);
+  fill(side, panel("Memory", bars, h("p", { class: "muted" }, facts.join(" · "))));
+}
+
+const HEALTH = ["Layer", "Operand", "SQNR", "Overflow", "Underflow", "amax", "Step"];
+
+/** @param {HTMLElement} element @param {Shown} shown */
+function drawHealth(element, { measured }) {
+  const layers = measured?.layers ?? null;
+  element.hidden = !layers?.length;
+  const words = JSON.stringify(layers);
+  if (!layers?.length || element.dataset.words === words) return;
+  element.dataset.words = words;
+  const rows = layers.map((layer) => [
+    layer.layer,
+    layer.operand,
+    layer.sqnr_db === null ? "–" : `${number(layer.sqnr_db, 1)} dB`,
+    percent(layer.overflow_ratio, 3),
+    percent(layer.underflow_ratio, 3),
+    short(layer.amax),
+    count(layer.step),
+  ]);
+  fill(
+    element,
+    h("h2", {}, "FP8 health, worst layers first"),
+    grid("FP8 health by layer", HEALTH, rows, 2),
+    h(
+      "p",
+      { class: "muted" },
+      "SQNR: signal to quantization noise. Overflow: share clamped to the format's maximum. Underflow: share that became zero.",
+    ),
+  );
+}
+
+/**
+ * Build a table. Columns from `figures` on hold numbers.
+ * @param {string} label @param {string[]} columns @param {(string | Node)[][]} rows @param {number} figures
+ */
+export function grid(label, columns, rows, figures) {
+  const side = (/** @type {number} */ place) => (place >= figures ? "figure" : null);
+  return h(
+    "div",
+    { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
+    h(
+      "table",
+      {},
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          columns.map((name, place) => h("th", { scope: "col", class: side(place) }, name)),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        rows.map((row) =>
+          h(
+            "tr",
+            {},
+            row.map((cell, place) => h("td", { class: side(place) }, cell)),
+          ),
+        ),
+      ),
+    ),
+  );
+}
+
+/** The complete checkpoints. They are read again when an event says that there is another. */
+class Checkpoints {
+  /** @param {HTMLElement} element @param {Shown} shown */
+  constructor(element, shown) {
+    this.element = element;
+    this.shown = shown;
+    this.#read();
+  }
+
+  draw() {}
+
+  /** @param {import("../live.js").Message[]} messages */
+  receive(messages) {
+    if (
+      messages.some(
+        ({ kind, data }) =>
+          kind === "event" && data.some((/** @type {{type: string}} */ { type }) => type.startsWith("checkpoint")),
+      )
+    )
+      this.#read();
+  }
+
+  async #read() {
+    const { id, signal } = this.shown;
+    try {
+      /** @type {import("octet-types").Checkpoint[]} */
+      const items = await all(`/v1/jobs/${id}/checkpoints`, signal);
+      const rows = items
+        .reverse()
+        .map((item) => [
+          count(item.step),
+          number(item.loss),
+          bytes(item.num_bytes),
+          clock(item.created_at),
+          h("code", {}, item.id),
+          h("button", { type: "button", class: "plain", onclick: () => openFiles(item) }, "Download…"),
+        ]);
+      const none = h(
+        "p",
+        { class: "muted" },
+        "None yet. ",
+        h("code", {}, "training.checkpoint_every"),
+        " says how often one is written.",
+      );
+      const fetching = h(
+        "p",
+        { class: "muted" },
+        "All files of one, each checked: ",
+        h("code", {}, `octet download ${id} --checkpoint …`),
+      );
+      fill(
+        this.element,
+        h("h2", {}, "Checkpoints"),
+        items.length ? [grid("Checkpoints", ["Step", "Loss", "Size", "Written", "Id", "Files"], rows, 9), fetching] : none,
+      );
+    } catch (error) {
+      if (!signal.aborted) fill(this.element, h("h2", {}, "Checkpoints"), problem(error));
+    }
+  }
+}

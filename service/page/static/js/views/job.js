@@ -1,0 +1,185 @@
+/** One job: its state and what would help, its figures, its curves. What is below them comes after the first paint. */
+
+import { ask } from "../api.js";
+import { Curve } from "../curve.js";
+import { fill, h, mark, say } from "../dom.js";
+import { between, bytes, clock } from "../figures.js";
+import { age, count, duration, number } from "../format.js";
+import { badge, isOver, stateBadge } from "../levels.js";
+import { watch } from "../live.js";
+import { readJob } from "../measured.js";
+import { every, paced } from "../pace.js";
+import { Curves } from "./curves.js";
+
+/** @typedef {import("octet-types").Job} Job */
+/** @typedef {import("octet-types").Measurements} Measurements */
+/** @typedef {{id: string, job: Job, curve: Curve, measured: Measurements | null, signal: AbortSignal}} Shown */
+/**
+ * @typedef {{draw: (shown: Shown) => void, receive?: (messages: import("../live.js").Message[]) => void, cursor?: string}} Part
+ */
+
+/** @param {import("../main.js").Place} place */
+export async function show({ root, id, query, signal }) {
+  const curve = new Curve(id, signal);
+  const [[job, measured]] = await Promise.all([readJob(id, signal), curve.load()]);
+  /** @type {Shown} */
+  const shown = { id, job, curve, measured, signal };
+  document.title = `${job.name} · Octet`;
+  const [head, notice, facts] = [
+    h("div", { class: "headline" }),
+    h("div", { "aria-live": "polite" }),
+    h("dl", { class: "facts" }),
+  ];
+  const curves = new Curves(shown, query);
+  const [memory, rest] = [h("div", { class: "side" }), h("div", { class: "rest" })];
+  root.append(head, notice, facts, h("div", { class: "split" }, curves.loss, memory), curves.speed, rest);
+  /** @type {Part[]} */
+  const parts = [
+    { draw: () => drawHead(head, shown) },
+    { draw: () => drawNotice(notice, shown) },
+    { draw: () => drawFacts(facts, shown) },
+    curves,
+  ];
+  const redraw = () => parts.forEach((part) => part.draw(shown));
+  redraw();
+
+  const more = await import("./job-more.js");
+  if (signal.aborted) return;
+  parts.push(...more.parts(shown, { memory, rest, query }));
+  redraw();
+  const soon = paced(redraw, signal);
+  const refresh = paced(async () => {
+    const [fresh, last] = await readJob(id, signal).catch(() => [null, null]);
+    if (!fresh) return;
+    [shown.job, shown.measured] = [fresh, last];
+    soon();
+  }, signal);
+  every(
+    1,
+    () => {
+      if (!isOver(shown.job.state)) soon();
+    },
+    signal,
+  );
+  await watch(
+    { jobs: [id], cursors: [curve.cursor, ...parts.flatMap((part) => part.cursor ?? [])] },
+    (messages) => {
+      for (const { kind, data } of messages) {
+        if (kind === "points") for (const points of data) curve.add(points);
+        if (kind === "row") take(shown, data);
+        if (kind === "event") refresh();
+      }
+      for (const part of parts) part.receive?.(messages);
+      soon();
+    },
+    signal,
+  );
+}
+
+/** Take what a row has, before the whole job is read again. @param {Shown} shown @param {import("octet-types").Row} row */
+function take(shown, row) {
+  const { step, steps, loss, tokens_per_s, remaining_s } = row;
+  const reported_at = new Date().toISOString();
+  shown.job.state = row.state;
+  if (step !== null && steps !== null) shown.job.progress = { step, steps, loss, tokens_per_s, remaining_s, reported_at };
+}
+
+/** @param {HTMLElement} head @param {Shown} shown */
+function drawHead(head, { job, id }) {
+  if (!head.childElementCount) {
+    const { family } = job.spec.model;
+    const under = h(
+      "p",
+      { class: "muted" },
+      `${family} on ${job.spec.resources.pool} · `,
+      h("code", {}, id),
+      ` · ${job.tenant}`,
+    );
+    const buttons = h("div", { class: "buttons" });
+    head.append(
+      h("div", {}, h("h1", {}, job.name, " ", badge(job.spec.precision.level), " ", h("span", { class: "now" })), under),
+      buttons,
+    );
+    import("../actions.js").then(({ actions }) => fill(buttons, actions(job)));
+  }
+  const now = /** @type {HTMLElement} */ (head.querySelector(".now"));
+  if (now.dataset.state !== job.state) {
+    now.dataset.state = job.state;
+    fill(now, stateBadge(job.state));
+    const cancel = head.querySelector("[data-action=cancel]");
+    if (cancel) mark(cancel, "hidden", isOver(job.state) ? "" : null);
+  }
+}
+
+/** Say why it waits or ended, and what would help. @param {HTMLElement} notice @param {Shown} shown */
+function drawNotice(notice, { job }) {
+  const [words, help] = reasons(job);
+  if (notice.dataset.words === `${words} ${help}`) return;
+  notice.dataset.words = `${words} ${help}`;
+  fill(
+    notice,
+    words
+      ? h(
+          "div",
+          { class: "notice", data: { state: job.state } },
+          h("p", {}, words),
+          help ? h("p", { class: "muted" }, help) : null,
+        )
+      : null,
+  );
+}
+
+/** @param {Job} job @returns {[string, string]} */
+function reasons(job) {
+  if (job.queue) return [`Number ${job.queue.position} in pool ${job.spec.resources.pool}: ${job.queue.why}`, ""];
+  if (job.state === "failed") return [`${job.reason?.replaceAll("_", " ")}: ${job.message ?? ""}`, job.hint ?? ""];
+  if (job.state === "starting") return [`Attempt ${job.num_attempts} starts.`, "The bar below shows how far it is."];
+  if (job.state === "cancelling") return ["It stops at the end of its step, and saves nothing more.", ""];
+  return [job.message ?? "", job.hint ?? ""];
+}
+
+/** @param {HTMLElement} facts @param {Shown} shown */
+function drawFacts(facts, { job, curve, measured }) {
+  const { progress, summary } = job;
+  const over = isOver(job.state);
+  const best = curve.evaluations.loss.reduce(
+    (least, value) => (value !== null && (least === null || value < least) ? value : least),
+    /** @type {number | null} */ (null),
+  );
+  const perWord = job.finished_at
+    ? `finished ${clock(job.finished_at)}`
+    : job.started_at
+      ? `started ${age(job.started_at)} ago`
+      : `submitted ${age(job.created_at)} ago`;
+  const memory = measured?.memory ?? null;
+  const held = memory ? total(memory.held) : summary ? total(summary.memory_bytes) : null;
+  const ratio = memory && held ? `${Math.round((100 * held) / total(memory.fp32))} % of fp32` : "weights, gradients, states";
+  const rows = /** @type {[string, string, string][]} */ ([
+    [
+      "Step",
+      progress ? count(progress.step) : "–",
+      progress ? `of ${count(progress.steps)}` : job.spec.training.steps ? `of ${count(job.spec.training.steps)}` : "",
+    ],
+    ["Loss", number(progress?.loss), "training, last step"],
+    ["Best evaluation", number(best), curve.evaluations.step.length ? `of ${curve.evaluations.step.length}` : "none yet"],
+    ["Tokens/s", count(over && summary ? summary.tokens_per_s : progress?.tokens_per_s), over ? "mean" : "now"],
+    over
+      ? ["Took", duration(between(job.started_at ?? job.created_at, job.finished_at)), perWord]
+      : ["Left", duration(progress?.remaining_s), perWord],
+    ["Memory", bytes(held), held ? ratio : "after the first step"],
+  ]);
+  if (!facts.childElementCount)
+    fill(
+      facts,
+      rows.map(() => h("div", {}, h("dt"), h("dd", {}, h("strong"), h("small")))),
+    );
+  rows.forEach(([name, value, note], place) => {
+    const [term, strong, small] = facts.children[place].querySelectorAll("dt, strong, small");
+    say(term, name);
+    say(strong, value);
+    say(small, note);
+  });
+}
+
+/** @param {Record<string, number>} classes */
+const total = (classes) => Object.values(classes).reduce((sum, each) => sum + each, 0);
