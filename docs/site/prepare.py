@@ -111,7 +111,7 @@ def api(folder: Path) -> str:
     for item in document["paths"].values():
         for operation in item.values():
             operation["responses"] = {code: answer for code, answer in operation["responses"].items() if code < "3"}
-    source, page = folder / "openapi.json", folder / "api.md"
+    source, page = folder / "reference/openapi.json", folder / "reference/made.md"
     source.write_text(json.dumps(document))
     generate_document(str(source), str(page), "MARKDOWN")
     text = page.read_text()

@@ -75,7 +75,7 @@ ELSEWHERE = {
     r"octet submit examples/gpt-tiny\.yaml --watch": Elsewhere(_SMOKE, "examples/gpt-tiny.yaml", "Docker"),
     r"octet list": Elsewhere("README.md", ".venv/bin/octet list"),
     r"docker build .*": Elsewhere("docker-compose.yml", "dockerfile: deploy/docker/Dockerfile", "Docker"),
-    r"prometheus=.*|kubectl .*": _CLUSTER,
+    r"prometheus=.*|operator=.*|kubectl .*": _CLUSTER,
     r"helm upgrade .*": Elsewhere(
         "tests/deploy/test_helm.py", "def test_what_it_renders_fits_the_schemas", "a Kubernetes cluster"
     ),

@@ -106,7 +106,7 @@ class TestInAnEmptyEnvironment:
         assert "Traceback" not in found.stderr
 
 
-@pytest.mark.system
+@pytest.mark.matrix
 def test_the_service_runs_without_torch_on_the_newest_python(wheel: Path, tmp_path: Path) -> None:
     """The control plane's processes load in an environment of the extra alone, and say what they miss in one sentence."""
     programs = tmp_path / "environment" / "bin"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from octet.worker.fp8.weight import tensors_in_memory
 from octet.worker.kernels.torch_private import key_of_storage
+from octet.worker.metrics.memory import held_tensors
 from octet.worker.metrics.table import Metrics
 
 
@@ -19,7 +19,7 @@ class ActivationCount:
     """Counts the bytes of distinct storages that autograd saves, except those of parameters and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._of_model = {key_of_storage(tensor.untyped_storage()) for tensor in tensors_in_memory(model)}
+        self._of_model = {key_of_storage(tensor.untyped_storage()) for _, tensor in held_tensors(model)}
         self._saved: dict[int, torch.UntypedStorage] = {}
 
     def note(self, tensor: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def image_line(cuda: Sequence[int]) -> str | None:
     """
     served = [line for line, release in IMAGE_LINES.items() if release <= tuple(cuda)]
     same_major = [line for line, release in IMAGE_LINES.items() if release[0] == cuda[0]]
-    return (served[-1:] or same_major[:1] or [None])[0]
+    return next(iter(served[-1:] or same_major[:1]), None)
 
 
 def _advice(cuda: tuple[int, int]) -> str:
