@@ -1,12 +1,10 @@
 /** One job: its state and what would help, its figures, its curves. What is below them comes after the first paint. */
 
-import { ask } from "../api.js";
 import { Curve } from "../curve.js";
 import { fill, h, mark, say } from "../dom.js";
 import { between, bytes, clock } from "../figures.js";
 import { age, count, duration, number } from "../format.js";
 import { badge, isOver, stateBadge } from "../levels.js";
-import { watch } from "../live.js";
 import { readJob } from "../measured.js";
 import { every, paced } from "../pace.js";
 import { Curves } from "./curves.js";
@@ -43,7 +41,7 @@ export async function show({ root, id, query, signal }) {
   const redraw = () => parts.forEach((part) => part.draw(shown));
   redraw();
 
-  const more = await import("./job-more.js");
+  const [more, { watch }] = await Promise.all([import("./job-more.js"), import("../live.js")]);
   if (signal.aborted) return;
   parts.push(...more.parts(shown, { memory, rest, query }));
   redraw();
