@@ -13,7 +13,7 @@ PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # .venv needs the pinned one.
 OTHER_TRITON := build/triton-3.6.0
 
-.PHONY: install demo test test-system test-matrix test-parallel prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
+.PHONY: install demo test test-system test-matrix test-parallel prometheus page-tools page-types pictures dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
 # What `octet serve` and `octet demo` run. torch comes first and alone, from TORCH_INDEX_URL if that is set. On Linux, PyPI's torch is
@@ -45,7 +45,7 @@ test: install prometheus
 
 # The whole system: jobs through REST, Ray and ranks, README's own commands, every panel and alert over a live Prometheus,
 # kills; and all kernels compiled for Hopper.
-test-system: install prometheus
+test-system: install prometheus page-types
 	$(BIN)/python -m pytest -n 4 --dist loadfile -m 'system and not matrix'
 
 # SIGKILL and SIGSTOP of every process at random instants from a seed, then the ledger of jobs; the seconds that each failure costs;
@@ -83,12 +83,39 @@ prometheus:
 	  || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends prometheus; } \
 	  || echo "Prometheus could not be installed; see tests/observability/live.py"
 
+# The tests of the page look at it in Debian's Chromium and ask axe; its modules are checked against types from the OpenAPI document.
+# Nothing of npm is committed or installed at a user's. Where npm is missing, lint goes without it; under CI=true the tests fail then.
+PAGE_TOOLS := build/page-tools
+PAGE_BIN   := $(PAGE_TOOLS)/node_modules/.bin
+page-tools: $(PAGE_TOOLS)/.installed
+	@command -v chromium >/dev/null || test "$$(id -u)" -ne 0 || ! command -v apt-get >/dev/null \
+	  || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends chromium; } \
+	  || echo "Chromium could not be installed; see tests/page/conftest.py"
+
+$(PAGE_TOOLS)/.installed: | $(PAGE_TOOLS)
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(PAGE_TOOLS) \
+	  axe-core@4.14.1 openapi-typescript@7.13.0 prettier@3.10.1 typescript@5.9.3 && touch $@ \
+	  || test "$$CI" != true; else test "$$CI" != true; fi || { echo "missing: npm and its registry, for the checks of the page"; exit 1; }
+
+$(PAGE_TOOLS):
+	@mkdir -p $@
+
+page-types: install page-tools
+	@test ! -x $(PAGE_BIN)/tsc || { $(BIN)/python -m tests.page.openapi > $(PAGE_TOOLS)/openapi.json \
+	  && $(PAGE_BIN)/openapi-typescript $(PAGE_TOOLS)/openapi.json --output $(PAGE_TOOLS)/octet-api.d.ts >/dev/null \
+	  && $(PAGE_BIN)/tsc --project service/page/tsconfig.json \
+	  && $(PAGE_BIN)/prettier --log-level warn --print-width 128 --check service/page/static/js; }
+
+# Draw the page into docs/page from jobs that a server trains meanwhile.
+pictures: install page-tools
+	$(BIN)/python -m tests.page.pictures
+
 # Write the dashboards' JSON, and draw them from a live run into docs/dashboards.
 dashboards: install prometheus
 	$(BIN)/python -m deploy.grafana.generate
 	$(BIN)/python -m tests.observability.draw
 
-lint: install
+lint: install page-types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
@@ -97,9 +124,10 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-fmt: install
+fmt: install page-tools
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	test ! -x $(PAGE_BIN)/prettier || $(PAGE_BIN)/prettier --log-level warn --print-width 128 --write service/page/static/js
 
 # Rewrite the frozen surfaces: JSON schemas, the OpenAPI document, alerts for Kubernetes. Review the diff.
 snapshots: install
