@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from octet.api_schemas import JobSpec, JobState
 from tests.e2e.octet_server import Server
-from tests.kit.waiting import WHOLE_RUN_S, wait_until
+from tests.kit.waiting import LONG_S, WHOLE_RUN_S, wait_until
 from tests.page.conftest import CHROMIUMS
 
 if TYPE_CHECKING:
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parents[2] / "docs" / "page"
 LEVELS = ("fp32", "bf16-amp", "te", "O2", "O3")
-MODEL = {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "vocab_size": 256, "max_sequence_length": 128}
+MODEL = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 256, "max_sequence_length": 128}
 WIDE, NARROW = (1360, 860), (390, 844)
 
 
 def spec(name: str, level: str, corpus: Path, **training: Any) -> JobSpec:
-    """A GPT of 0.8 million parameters that learns Python's sources byte by byte."""
+    """A GPT of 0.45 million parameters that learns Python's sources byte by byte."""
     given = {
-        "steps": 120, "global_batch_size": 8, "sequence_length": 128, "optimizer": {"learning_rate": 3e-3},
-        "schedule": {"warmup_steps": 10}, "eval_every": 20, "eval_batches": 2, "checkpoint_every": 60,
+        "steps": 80, "global_batch_size": 4, "sequence_length": 128, "optimizer": {"learning_rate": 3e-3},
+        "schedule": {"warmup_steps": 10}, "eval_every": 16, "eval_batches": 2, "checkpoint_every": 40,
     }  # fmt: skip
-    precision = {"level": level, **({"statistics_every": 20} if level[0] == "O" else {})}
+    precision = {"level": level, **({"statistics_every": 16} if level[0] == "O" else {})}
     return JobSpec.model_validate(
         {"name": name, "model": MODEL, "precision": precision, "data": {"path": str(corpus)}, "training": given | training}
     )
@@ -43,14 +43,14 @@ def run_jobs(server: Server, corpus: Path) -> dict[str, str]:
     """Run the jobs; the last two are left to run and to wait. Returns ids by name."""
     client = server.client
     jobs = {level: client.submit(spec(f"gpt-{level}", level, corpus)).id for level in LEVELS}
-    hot = {"optimizer": {"learning_rate": 10.0}, "schedule": {}, "gradient_clip": None, "steps": 60}
+    hot = {"optimizer": {"learning_rate": 10.0}, "schedule": {}, "gradient_clip": None, "steps": 48}
     jobs["hot"] = client.submit(spec("gpt-too-hot", "O2", corpus, **hot)).id
     wait_until(lambda: all(client.job(each).state.is_terminal for each in jobs.values()), timeout_s=WHOLE_RUN_S, poll_s=1)
     jobs["live"] = client.submit(spec("gpt-on-python", "O2", corpus, steps=4000)).id
     jobs["beside"] = client.submit(spec("gpt-on-python-8bit", "O2-8bit", corpus, steps=4000)).id
     jobs["waiting"] = client.submit(spec("gpt-on-python-split", "O3-split", corpus, steps=4000)).id
     wait_until(
-        lambda: (seen := client.job(jobs["live"]).progress) is not None and seen.step >= 150, timeout_s=WHOLE_RUN_S, poll_s=1
+        lambda: (seen := client.job(jobs["live"]).progress) is not None and seen.step >= 100, timeout_s=WHOLE_RUN_S, poll_s=1
     )
     assert client.job(jobs["waiting"]).state is JobState.QUEUED
     return jobs
@@ -74,12 +74,20 @@ def shoot(url: str, jobs: dict[str, str], folder: Path) -> None:
         "jobs": "/", "job": f"/jobs/{jobs['live']}", "failed": f"/jobs/{jobs['hot']}",
         "compare": f"/compare?jobs={compared}", "submit": f"/submit?from={jobs['live']}", "cluster": "/cluster",
     }  # fmt: skip
-    pictures = [(name, "light", WIDE) for name in views]
-    pictures += [(name, "dark", WIDE) for name in ("jobs", "job")] + [("job", "light", NARROW)]
+    live = [
+        ("jobs", "light", WIDE),
+        ("job", "light", WIDE),
+        ("jobs", "dark", WIDE),
+        ("job", "dark", WIDE),
+        ("cluster", "light", WIDE),
+    ]
+    narrow = [("jobs", "light", NARROW), ("job", "light", NARROW)]
+    pictures = [*live, *narrow, *[(name, "light", WIDE) for name in ("failed", "compare", "submit")]]
     folder.mkdir(parents=True, exist_ok=True)
     with opened() as browser:
         for name, theme, (width, height) in pictures:
             page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=theme, device_scale_factor=1)  # type: ignore[arg-type]
+            page.set_default_timeout(1000 * LONG_S)
             page.goto(f"{url}{views[name]}")
             page.wait_for_selector("main[aria-busy=false]")
             if name != "submit":

@@ -130,7 +130,10 @@ function drawNotice(notice, { job }) {
 /** @param {Job} job @returns {[string, string]} */
 function reasons(job) {
   if (job.queue) return [`Number ${job.queue.position} in pool ${job.spec.resources.pool}: ${job.queue.why}`, ""];
-  if (job.state === "failed") return [`${job.reason?.replaceAll("_", " ")}: ${job.message ?? ""}`, job.hint ?? ""];
+  if (job.state === "failed") {
+    const hint = job.hint ?? "";
+    return [`${job.reason?.replaceAll("_", " ")}: ${job.message ?? ""}`, job.message?.includes(hint) ? "" : hint];
+  }
   if (job.state === "starting") return [`Attempt ${job.num_attempts} starts.`, "The bar below shows how far it is."];
   if (job.state === "cancelling") return ["It stops at the end of its step, and saves nothing more.", ""];
   return [job.message ?? "", job.hint ?? ""];
