@@ -11,6 +11,7 @@ import pytest
 from octet.service.jobs import commands
 from octet.service.jobs.requests import Request
 from octet.service.store import curves
+from octet.service.store.jobs import newest_job
 from tests.page.conftest import Site, ready, until
 from tests.page.stage import begin, submit
 from tests.service.world import step
@@ -31,7 +32,7 @@ def test_ten_thousand_jobs_are_a_thousand_nodes(page: "Page", own_site: Callable
             Request(world.spec.model_copy(update={"name": f"job-{place}"})) for place in range(begin_at, begin_at + 500)
         ]
         with world.database.write() as session:
-            commands.submit_all(session, requests, world.database.now(session))
+            commands.submit_all(session, requests, world.database.now(session), newest_job(session).id)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url) if "/v1/rows" in request.url else None)
     ready(page, f"{site.url}/")
