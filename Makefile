@@ -2,39 +2,44 @@
 PYTHON ?= python3
 # The program that understands docker-compose.yml.
 COMPOSE ?= docker compose
-# The index of PyTorch's CPU wheels, as pytorch.org's installation page names it. Only torch itself is taken from it.
+# An index to take torch from, in the place of the one that deploy/install_torch.py chooses by the machine.
 TORCH_INDEX_URL ?=
 VENV    := .venv
 BIN     := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 STAMP   := $(VENV)/.installed
-PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# On a terminal pip shows what it downloads, with sizes and progress.
+PIP     := $(BIN)/python -m pip install $(if $(shell test -t 2 && echo terminal),,--quiet) --disable-pip-version-check
 # The Triton that torch 2.11 on the GPU machines has: kernels are compiled by it too. It has a folder of its own, because torch in
 # .venv needs the pinned one.
 OTHER_TRITON := build/triton-3.6.0
+# Helm's own library, to render the chart: as large as 240 MB, so it is where the chart is checked alone.
+HELM := build/helm-python-sdk-0.2.2
 
-.PHONY: install demo test test-system test-matrix test-parallel prometheus page-tools page-types pictures dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
+.PHONY: install demo docs release release-check test test-system test-matrix test-parallel prometheus page-tools page-types pictures dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
-# What `octet serve` and `octet demo` run. torch comes first and alone, from TORCH_INDEX_URL if that is set. On Linux, PyPI's torch is
-# the CUDA build: with it .venv takes 5.7 GB, with a CPU build 1.3 GB. To change the build: make clean.
+# What `octet serve` and `octet demo` run. torch comes first and alone: the CPU build where the machine has no NVIDIA device. To change
+# the build: make clean.
 $(RUNTIME): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Octet needs Python 3.11 or later, got {sys.version.split()[0]}; set PYTHON=/path/to/python3.11")'
 	@test -d octet/worker || { echo "octet/worker is a file; allowed: a link to ../worker, as git has it. Run: git config core.symlinks true && git checkout -- octet"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --no-deps $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python deploy/install_torch.py --constraints constraints.txt --index-url "$(TORCH_INDEX_URL)"
 	$(PIP) --constraint constraints.txt --editable '.[service,worker]'
 	touch $@
 
 # The tools of lint, types and test as well, and torchao, which level `ao` needs.
 $(STAMP): $(RUNTIME)
-	$(PIP) --constraint constraints.txt --editable '.[service,worker,ao,dev]'
+	$(PIP) --constraint constraints.txt --editable '.[service,worker,ao,dev,release]'
 	touch $@
 
 install: $(STAMP)
 
+# STAY=1 leaves the server and its page up until Ctrl-C.
+STAY ?=
 demo: $(RUNTIME)
-	$(BIN)/octet demo
+	$(BIN)/octet demo $(if $(STAY),--stay)
 
 # Three processes on two cores: some tests of the service wait, while those of the kernels compute; each process more collects all tests
 # once more. A test that stands for a long matrix is here, the others of its matrix are in test-matrix. An empty PYTHONDONTWRITEBYTECODE lets the
@@ -45,7 +50,7 @@ test: install prometheus
 
 # The whole system: jobs through REST, Ray and ranks, README's own commands, every panel and alert over a live Prometheus,
 # kills; and all kernels compiled for Hopper.
-test-system: install prometheus page-types
+test-system: install prometheus page-types $(HELM)
 	$(BIN)/python -m pytest -n 4 --dist loadfile -m 'system and not matrix'
 
 # SIGKILL and SIGSTOP of every process at random instants from a seed, then the ledger of jobs; the seconds that each failure costs;
@@ -77,10 +82,14 @@ $(OTHER_TRITON): | install
 	$(PIP) --no-deps --target $@.part triton==$(patsubst build/triton-%,%,$@)
 	mv $@.part $@
 
-# The tests of metrics ask a real Prometheus. They are skipped where it cannot be installed; under CI=true they fail there.
+$(HELM): | install
+	$(PIP) --no-deps --target $@.part helm-python-sdk==$(patsubst build/helm-python-sdk-%,%,$@)
+	mv $@.part $@
+
+# The tests of metrics ask a real Prometheus and Alertmanager. They are skipped where these cannot be installed; under CI=true they fail there.
 prometheus:
-	@command -v promtool >/dev/null || test "$$(id -u)" -ne 0 || ! command -v apt-get >/dev/null \
-	  || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends prometheus; } \
+	@{ command -v promtool && command -v prometheus-alertmanager; } >/dev/null || test "$$(id -u)" -ne 0 || ! command -v apt-get >/dev/null \
+	  || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends prometheus prometheus-alertmanager; } \
 	  || echo "Prometheus could not be installed; see tests/observability/live.py"
 
 # The tests of the page look at it in Debian's Chromium and ask axe; its modules are checked against types from the OpenAPI document.
@@ -115,6 +124,22 @@ dashboards: install prometheus
 	$(BIN)/python -m deploy.grafana.generate
 	$(BIN)/python -m tests.observability.draw
 
+# The site of docs/, with references made from docstrings, JSON schema and OpenAPI. A dead link or anchor is an error. Material for MkDocs
+# gets fixes until May 2027; Zensical, its successor, reads the same pages.
+docs: install
+	$(BIN)/python -m docs.site.prepare build/docs/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
+	@echo "Built build/docs/site. To read it: $(BIN)/python -m http.server --directory build/docs/site --bind 127.0.0.1 8080"
+
+# The files of a release into dist: git tag v0.1.0 && make release TAG=v0.1.0. release-check makes them from HEAD, without PyTorch's SBOM.
+TAG ?=
+release: install $(HELM)
+	$(BIN)/python deploy/release.py --tag "$(or $(TAG),$(error TAG is empty; allowed: a tag such as v0.1.0))" --out dist
+
+release-check: install $(HELM)
+	rm -rf build/release
+	$(BIN)/python deploy/release.py --out build/release --sbom "" --sbom service
+
 lint: install page-types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -129,9 +154,10 @@ fmt: install page-tools
 	$(BIN)/ruff format .
 	test ! -x $(PAGE_BIN)/prettier || $(PAGE_BIN)/prettier --log-level warn --print-width 128 --write service/page/static/js
 
-# Rewrite the frozen surfaces: JSON schemas, the OpenAPI document, alerts for Kubernetes. Review the diff.
-snapshots: install
-	OCTET_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/api_schemas tests/service/test_openapi.py tests/deploy/test_kubernetes.py
+# Rewrite the frozen surfaces: JSON schemas, the OpenAPI document, the manifests of deploy/kubernetes. Review the diff.
+snapshots: install $(HELM)
+	OCTET_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/api_schemas tests/service/test_openapi.py
+	$(BIN)/python -m deploy.helm.render
 
 bench: install
 	$(BIN)/python -m benchmarks.optimizer_step

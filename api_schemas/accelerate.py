@@ -85,7 +85,10 @@ def precision_from_accelerate(document: Mapping[str, Any]) -> PrecisionSpec:
     mode = str(document.get("mixed_precision", "fp8")).lower()
     not_applied = _not_applied(document)
     if mode == "fp8":
-        return _from_fp8_config(document.get("fp8_config") or {}, not_applied)
+        block = document.get("fp8_config") or {}
+        if not isinstance(block, Mapping):
+            raise ValueError(_not_one_of("fp8_config", block, ("a block of options",)))
+        return _from_fp8_config(block, not_applied)
     if mode not in LEVEL_OF_MIXED_PRECISION:
         raise ValueError(_not_one_of("mixed_precision", mode, (*LEVEL_OF_MIXED_PRECISION, "fp8")))
     return PrecisionSpec.model_validate({"level": LEVEL_OF_MIXED_PRECISION[mode], "not_applied": not_applied})

@@ -22,6 +22,11 @@ JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Labels = dict[LabelKey, Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]]
 
 
+MAX_SPEC_BYTES = 64 << 10
+MAX_SPEC_VALUES = 2000
+"""The most of a job as JSON: bytes, and values in it, each mapping, list, key and scalar. A job has some dozens."""
+
+
 class RetrySpec(Contract):
     """The number of further attempts after failures that are the job's own, such as a rank that dies."""
 
@@ -140,6 +145,21 @@ class ValidatedJob(Contract):
         description="format in which a rank holds gradients of converted weights between micro-batches"
     )
     tokens_per_step: int
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Self:
+        """Resolve a spec. It is not checked against a server's pools, nor its data."""
+        sizes = spec.model.sizes
+        return cls(
+            spec=spec,
+            sizes=sizes,
+            num_parameters=sizes.num_parameters,
+            recipe=spec.precision.resolved_recipe,
+            num_block_weights=sizes.num_block_weights,
+            micro_batch_size=spec.batch.micro_batch_size,
+            gradient_accumulation="fp8" if spec.resolved_precision.holds_fp8_gradients else "fp32",
+            tokens_per_step=spec.training.global_batch_size * spec.tokens_per_sample,
+        )
 
 
 class QueuePlace(Contract):

@@ -122,6 +122,8 @@ def _wrong_value(detail: Mapping[str, Any], path: list[str], is_job: bool) -> tu
     words, change = words_of_type(detail["type"], path, given) if is_job else ("", None)
     if detail["type"] == "string_pattern_mismatch" and (meaning := words_of_pattern(path, is_job)):
         allowed = f"{meaning} (pattern {detail['ctx']['pattern']})"
+    if detail["type"] == "too_short":
+        words = f"a list of at least {detail['ctx']['min_length']}"
     change = advice_for_value(path, given) or change
     return words or allowed, change or f"Change {'.'.join(path) or 'the document'}."
 

@@ -59,9 +59,10 @@ def with_training_preset(training: Any) -> Any:
     Fields of optimizer and schedule are merged one by one, unless the job names another optimizer or schedule: then the
     preset's numbers do not belong to it. A job that sets steps or epochs keeps its own length.
     """
-    if not isinstance(training, Mapping) or training.get("preset") not in TRAINING_PRESETS:
+    preset = training.get("preset") if isinstance(training, Mapping) else None
+    if not isinstance(preset, str) or preset not in TRAINING_PRESETS:
         return training
-    merged = dict(TRAINING_PRESETS[training["preset"]])
+    merged = dict(TRAINING_PRESETS[preset])
     if training.get("steps") is not None or training.get("epochs") is not None:
         merged = {name: value for name, value in merged.items() if name not in ("steps", "epochs")}
     for name, default in (("optimizer", "adamw"), ("schedule", "cosine")):

@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
+from pydantic import ValidationError
 
 from octet.api_schemas import (
     Attempt,
@@ -36,14 +37,15 @@ from octet.api_schemas import (
     Page,
     Pool,
     ValidatedJob,
+    explain,
 )
-from octet.api_schemas.catalog import ModelFamily
+from octet.api_schemas.catalog import ModelFamily, model_families
 from octet.api_schemas.curve import Curve
-from octet.api_schemas.levels import Level
+from octet.api_schemas.levels import LEVELS, Level
 from octet.api_schemas.measured import Measurements
 from octet.api_schemas.rows import RowPage
 from octet.client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message
-from octet.client.errors import AmbiguousJob, DownloadFailed, WaitTimeout
+from octet.client.errors import AmbiguousJob, DownloadFailed, SpecRefused, WaitTimeout
 
 Item = TypeVar("Item")
 Shown = TypeVar("Shown", bound=Contract)
@@ -214,13 +216,23 @@ class Client:
         answer = self._connection.request("GET", f"{_path(job_id)}/measurements", patience_s=self._patience_s)
         return read(Measurements, answer)
 
-    def models(self) -> Iterator[ModelFamily]:
-        """Iterate over the families of models, with their presets and the bytes that each takes at each level."""
-        return self._items("/v1/models", Page[ModelFamily])
+    @staticmethod
+    def check(spec: JobSpec | Mapping[str, Any]) -> ValidatedJob:
+        """Check a spec without a server, as `validate` does but for its pools and data. Raises SpecRefused."""
+        try:
+            return ValidatedJob.of(spec if isinstance(spec, JobSpec) else JobSpec.model_validate(dict(spec)))
+        except ValidationError as error:
+            raise SpecRefused("the spec", explain(error, JobSpec)) from error
 
-    def levels(self) -> Iterator[Level]:
-        """Iterate over the precision levels and what each stores in what."""
-        return self._items("/v1/levels", Page[Level])
+    @staticmethod
+    def models() -> Iterator[ModelFamily]:
+        """Iterate over the families of models, with presets and their bytes at each level. No server is asked."""
+        return iter(model_families())
+
+    @staticmethod
+    def levels() -> Iterator[Level]:
+        """Iterate over the precision levels and what each stores in what. No server is asked."""
+        return iter(LEVELS.values())
 
     def pools(self) -> Iterator[Pool]:
         """Iterate over the pools, with their slots and queues."""

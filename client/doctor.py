@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from octet.api_schemas import Contract
 from octet.client.api import Client
-from octet.client.errors import OctetError
+from octet.client.errors import ApiError, OctetError
 from octet.client.text import num_bytes
 
 Standing = Literal["ok", "note", "bad"]
@@ -143,7 +143,9 @@ def _server(client: Client) -> tuple[list[Check], bool]:
         pools = list(client.pools())
     except OctetError as error:
         reason, _, hint = str(error).partition("\n")
-        return [Check(part="server", standing="note", found=reason, hint=hint or None)], False
+        is_up = isinstance(error, ApiError)
+        standing: Standing = "bad" if is_up else "note"
+        return [Check(part="server", standing=standing, found=reason, hint=hint or None)], is_up
     if client.is_ready():
         checks = [Check(part="server", standing="ok", found=f"{client.url} takes jobs and runs them")]
     else:

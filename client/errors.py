@@ -16,6 +16,7 @@ OctetError
 from collections.abc import Sequence
 
 from octet.api_schemas import Job, Problem, Violation
+from octet.api_schemas.problem import ErrorCode
 
 
 class OctetError(Exception):
@@ -27,7 +28,12 @@ class ApiError(OctetError):
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        lines = [f"{problem.detail} [{problem.code}]"]
+        count = f"{len(problem.errors)} field{'s' if len(problem.errors) > 1 else ''} to change"
+        # The detail of a refused field has the same words as the field below.
+        what = f"the server refuses it: {count}." if problem.errors else problem.detail
+        lines = [f"{what} [{problem.code}]"]
+        if problem.code is ErrorCode.UNAUTHENTICATED:
+            lines.append("Set OCTET_API_KEY, or api_key in Python, to a key that this server has.")
         super().__init__("\n".join([*lines, *map(describe_violation, problem.errors)]))
 
 

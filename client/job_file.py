@@ -16,11 +16,11 @@ import yaml
 from pydantic import ValidationError
 
 from octet.api_schemas import JobSpec, explain
+from octet.api_schemas.job import MAX_SPEC_BYTES, MAX_SPEC_VALUES
 from octet.client.errors import JobFileError, SpecRefused
 
-MAX_CHARACTERS = 1 << 20
-"""The server reads no body of more bytes."""
-MAX_NODES = 5_000
+MAX_CHARACTERS = MAX_SPEC_BYTES
+MAX_NODES = MAX_SPEC_VALUES
 MAX_DEPTH = 50
 
 _NULL = [("tag:yaml.org,2002:null", re.compile(r"(null|~|)$"))]

@@ -23,7 +23,7 @@ from octet.service.http.streams import Streams
 from octet.service.ingest.app import Ingest, route_to
 from octet.service.jobs.admission import Admission
 from octet.service.jobs.requests import Request, Submission
-from octet.service.jobs.rows import Sparklines
+from octet.service.jobs.rows import RowTotals, Sparklines
 from octet.service.jobs.submissions import Shown, Submissions
 from octet.service.routes import catalog, curves, files, jobs, operations, prometheus, records, reference, rows, stream
 from octet.service.routes.job_views import shown_submissions
@@ -74,7 +74,7 @@ def create_app(
     ingest = Ingest(database, settings.lease_s, telemetry, wake)
     places = QueuePlaces(database, settings)
     submissions = Submissions(database, show)
-    context = AppContext(settings, database, wake, Admission(settings), submissions, places, Sparklines())
+    context = AppContext(settings, database, wake, Admission(settings), submissions, places, Sparklines(), RowTotals())
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams

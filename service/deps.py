@@ -16,7 +16,7 @@ from fastapi.security.base import SecurityBase
 from octet.service.db.engine import Database
 from octet.service.errors import NotFound, Unauthenticated
 from octet.service.jobs.admission import Admission
-from octet.service.jobs.rows import Sparklines
+from octet.service.jobs.rows import RowTotals, Sparklines
 from octet.service.jobs.submissions import Submissions
 from octet.service.scheduling.places import QueuePlaces
 from octet.service.settings import DEFAULT_TENANT, Settings
@@ -27,8 +27,8 @@ from octet.service.store.ids import is_id
 class AppContext:
     """The parts of one app.
 
-    `admission` checks new jobs, `submissions` stores them, and `places` finds places in the queue, `sparklines` draws curves;
-    `wake` wakes a dispatcher in this process.
+    `admission` checks new jobs, `submissions` stores them, and `places` finds places in the queue;
+    `sparklines` draws curves and `row_totals` counts lists; `wake` wakes a dispatcher in this process.
     """
 
     settings: Settings
@@ -38,6 +38,7 @@ class AppContext:
     submissions: Submissions
     places: QueuePlaces
     sparklines: Sparklines
+    row_totals: RowTotals
 
 
 def context_of(request: Request) -> AppContext:

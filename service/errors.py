@@ -16,7 +16,7 @@ from typing import ClassVar
 from octet.api_schemas import ErrorCode, Problem, Violation
 
 MOST_VIOLATIONS = 100
-"""A body of 1 MiB may break 80,000 rules, which took 6 s of CPU time and an answer of 12 MiB to explain."""
+"""A request may break many rules at once, and each takes 0.1 ms and 150 bytes to explain."""
 
 
 class ServiceError(Exception):

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import AnyHttpUrl, Field, SecretStr, TypeAdapter, field_validator, model_validator
+from pydantic import AnyHttpUrl, Field, SecretStr, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from octet.api_schemas import Files, PoolConfig
@@ -112,11 +113,12 @@ class Settings(BaseSettings):
         if not self.is_loopback and not self.api_keys:
             raise ValueError(
                 f"host {self.host!r} can be reached from other machines and no API key is configured; set OCTET_API_KEYS "
-                "or OCTET_API_KEYS_FILE, or serve on 127.0.0.1"
+                "or OCTET_API_KEYS_FILE (octet serve --api-key-file), or serve on 127.0.0.1"
             )
         if not self.is_loopback and not self.data_roots:
             raise ValueError(
-                f"host {self.host!r} can be reached from other machines; set OCTET_DATA_ROOTS to the folders jobs may read"
+                f"host {self.host!r} can be reached from other machines; set OCTET_DATA_ROOTS (octet serve --data-root) "
+                "to the folders jobs may read"
             )
         if self.report_url:
             AnyHttpUrl(self.report_url)
@@ -197,7 +199,24 @@ def _pools_of(path: Path) -> tuple[PoolConfig, ...]:
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"pools_file {str(path)!r} cannot be read as YAML: {error}") from error
     pools = document.get("pools") if isinstance(document, dict) else document
-    return TypeAdapter(tuple[PoolConfig, ...]).validate_python(pools)
+    try:
+        return TypeAdapter(tuple[PoolConfig, ...]).validate_python(pools)
+    except ValidationError as error:
+        problems = "; ".join(_problem_of_pool(detail) for detail in error.errors())
+        raise ValueError(f"pools_file {str(path)!r} is no list of pools: {problems}") from error
+
+
+def _problem_of_pool(detail: ErrorDetails) -> str:
+    """Say what is wrong with one pool of a file, counted from 1."""
+    number, *field = detail["loc"] or ("",)
+    pool = f"pool {number + 1}" if isinstance(number, int) else "the file"
+    name = ".".join(map(str, field))
+    match detail["type"]:
+        case "missing":
+            return f"{pool} has no {name}; add it"
+        case "extra_forbidden":
+            return f"{pool} has the unknown field {name}; allowed: {', '.join(PoolConfig.model_fields)}"
+    return f"{pool}{f', {name}' if name else ''}: {detail['msg'].removeprefix('Value error, ')}"
 
 
 def _keys_of(path: Path) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ _NOT_IN_A_SERVER = ["numpy", "pandas", "pyarrow", "alembic"]
             "import octet.api_schemas": ["torch", "ray", "httpx", *_NO_SERVICE],
             "from octet import Client": ["torch", "ray", "typer", "octet.worker"],
             "import octet.client": ["torch", "ray", "typer", *_NO_SERVICE],
-            "import octet.client.cli": ["torch", "ray", *_NO_SERVICE],
+            "import octet.client.cli": ["torch", "ray", "plotext", *_NO_SERVICE],
             "import octet.service.app": [*_NO_TORCH, *_NOT_IN_A_SERVER],
             "import octet.service.processes.embedded": [*_NO_TORCH, *_NOT_IN_A_SERVER],
         },

@@ -43,9 +43,10 @@ class AugmentationSpec(Contract):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, document: Any) -> Any:
-        if not isinstance(document, Mapping) or document.get("preset") not in AUGMENTATION_PRESETS:
+        preset = document.get("preset") if isinstance(document, Mapping) else None
+        if not isinstance(preset, str) or preset not in AUGMENTATION_PRESETS:
             return document
-        return {**AUGMENTATION_PRESETS[document["preset"]], **document}
+        return {**AUGMENTATION_PRESETS[preset], **document}
 
     @model_validator(mode="after")
     def _numbers_have_an_effect(self) -> Self:

@@ -17,9 +17,30 @@ from octet.client.cli.overview import show_overview
 from octet.client.errors import OctetError
 from octet.client.terminal import Terminal
 
+MEANT = {
+    "submit": "run start create apply train launch new",
+    "list": "ls jobs ps queue",
+    "show": "status describe info get inspect",
+    "logs": "tail log output",
+    "cancel": "stop kill delete rm remove abort terminate",
+    "metrics": "compare plot curve loss diff",
+    "watch": "follow attach monitor top",
+    "download": "pull fetch checkpoint",
+    "serve": "server up start-server",
+    "doctor": "check diagnose env",
+    "debug": "report bundle",
+}
+"""What people type for a command, in the words of other tools."""
+
 
 class _Commands(TyperGroup):
-    """Turn our errors into a message on standard error and an exit status."""
+    """Turn our errors into a message on standard error and an exit status, and name the command that was meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        meant = [command for command, words in MEANT.items() if args and args[0].casefold() in words.split()]
+        if meant and args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant[0]!r}?")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:

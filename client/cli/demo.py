@@ -21,13 +21,16 @@ def demo(
     data_dir: Annotated[Path | None, typer.Option("--data-dir", help="Default: a temporary folder.")] = None,
     url: Annotated[str | None, typer.Option("--url", help="Use a running server instead of one of our own.")] = None,
     wait_s: Annotated[float, typer.Option("--wait", min=0, help="With --url: seconds for the server to be ready.")] = 0,
+    stay: Annotated[bool, typer.Option("--stay", help="Leave our own server and its page up until Ctrl-C.")] = False,
 ) -> None:
     """Train the same small GPT at several levels and compare them. Exit 0 if all succeed and, given enough steps, learn."""
     comparison = f"demo-{uuid.uuid4().hex[:8]}"
     specs = [demo_spec(level.strip(), steps, comparison) for level in levels.split(",")]
     if url is None:
         require_extras("demo", "service", "worker")
-        has_passed = run_demo_on_own_server(Terminal(), specs, data_dir=data_dir)
+        has_passed = run_demo_on_own_server(Terminal(), specs, data_dir=data_dir, stays=stay)
+    elif stay:
+        raise typer.BadParameter(f"{url} stays up anyway. Leave out --stay or --url.", param_hint="--stay")
     else:
         with connect(url) as client:
             _wait_until_ready(client, wait_s)

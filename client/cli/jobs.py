@@ -59,14 +59,25 @@ def watch(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> Non
         _see_through(client, job.id, Terminal(), as_json)
 
 
-def validate(file: JobFile, settings: Settings = None, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def validate(
+    file: JobFile,
+    settings: Settings = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Ask no server: its pools and the data are not checked then.")
+    ] = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
     """Check a job file, here and by the server's rules, without submitting it."""
     document = load_job_file(file)
     apply_settings(document, settings or [])
     spec = check_spec(document, file)
     terminal, samples = Terminal(), "images" if spec.data.gives == "images" else "sequences"
-    with connect(url) as client:
-        valid = client.validate(spec)
+    if offline:
+        valid = Client.check(spec)
+    else:
+        with connect(url) as client:
+            valid = client.validate(spec)
     if as_json:
         terminal.show_json(valid)
     else:

@@ -28,4 +28,5 @@ def show_overview(url: str) -> None:
     commands = ["octet submit job.yaml --watch"]
     commands += [f"octet watch {row.name}" for row in live.data[:1]] or [f"octet show {row.name}" for row in ended.data[:1]]
     commands += ["octet list", "octet --help"]
-    terminal.show(Text(f"\n{'Next' if live.total or ended.total else 'No jobs yet. Next'}: {', '.join(commands)}"))
+    begin = "Next" if live.total or ended.total else "No jobs yet. Next"
+    terminal.show(Text("\n  ".join([f"\n{begin}:", *commands])))

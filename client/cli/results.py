@@ -40,7 +40,8 @@ def download(
         terminal.show_json_array(files)
     else:
         size = num_bytes(sum(file.num_bytes for file in files))
-        terminal.show(Text(f"{len(files)} files, {size}, of step {chosen.step} are in {out}. Convert them with: octet export"))
+        terminal.show(Text(f"{len(files)} files, {size}, of step {chosen.step} are in {out}."))
+        terminal.show(Text(f"Make a Hugging Face model of them with: octet export {out} --out FOLDER"))
 
 
 def export(

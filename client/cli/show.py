@@ -177,19 +177,15 @@ def logs(
             terminal.show_json_line(line) if as_json else terminal.show(lines.log(line))
 
 
-def models(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def models(as_json: AsJson = False) -> None:
     """Show the models that a job can name, and the bytes of each at the levels. JSON has every level and architecture."""
-    terminal = Terminal()
-    with connect(url) as client:
-        found = list(client.models())
+    terminal, found = Terminal(), list(Client.models())
     terminal.show_json_array(found) if as_json else terminal.show(render.models_table(found))
 
 
-def levels(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def levels(as_json: AsJson = False) -> None:
     """Show what each precision level stores in what."""
-    terminal = Terminal()
-    with connect(url) as client:
-        found = list(client.levels())
+    terminal, found = Terminal(), list(Client.levels())
     terminal.show_json_array(found) if as_json else terminal.show(render.levels_table(found))
 
 

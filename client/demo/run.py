@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from octet.client.demo.comparison import (
     verdict,
 )
 from octet.client.demo.job import is_long_enough_to_judge
-from octet.client.demo.own_server import own_server
+from octet.client.demo.own_server import OwnServer, own_server
 from octet.client.errors import OctetError
 from octet.client.render import Lines, job_details
 from octet.client.signals import handled, leave
@@ -29,6 +30,7 @@ from octet.client.terminal import Terminal
 from octet.client.watch import watch
 
 _LOG_LINES_SHOWN = 20
+_POLL_S = 0.5
 
 
 def run_demo(terminal: Terminal, specs: Sequence[JobSpec], client: Client) -> bool:
@@ -40,8 +42,11 @@ def run_demo(terminal: Terminal, specs: Sequence[JobSpec], client: Client) -> bo
         return _compare(client, specs, terminal)
 
 
-def run_demo_on_own_server(terminal: Terminal, specs: Sequence[JobSpec], *, data_dir: Path | None) -> bool:
-    """Do the same on a server that is started before and stopped after. A temporary folder is kept on failure."""
+def run_demo_on_own_server(terminal: Terminal, specs: Sequence[JobSpec], *, data_dir: Path | None, stays: bool = False) -> bool:
+    """Do the same on a server that is started before and stopped after. A temporary folder is kept on failure.
+
+    stays: leave the server and its page up until Ctrl-C.
+    """
     folder = data_dir or Path(tempfile.mkdtemp(prefix="octet-demo-"))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     has_failed = True
@@ -52,6 +57,10 @@ def run_demo_on_own_server(terminal: Terminal, specs: Sequence[JobSpec], *, data
             Client(server.url) as client,
         ):
             has_failed = not _compare(client, specs, terminal, server.check)
+            if stays:
+                _stay(server, terminal)
+            else:
+                terminal.show(Text("The server and its page end now; octet demo --stay (make demo STAY=1) leaves them up."))
     except (KeyboardInterrupt, SystemExit):
         has_failed = False  # nobody will look for the reason
         raise
@@ -63,11 +72,28 @@ def run_demo_on_own_server(terminal: Terminal, specs: Sequence[JobSpec], *, data
     return not has_failed
 
 
+def _stay(server: OwnServer, terminal: Terminal) -> None:
+    """Wait for Ctrl-C, which is no failure here. Raises ServerFailed if the server ends by itself."""
+    terminal.show(Text("The server stays up. Ctrl-C ends it."))
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            server.check()
+            time.sleep(_POLL_S)
+
+
+def page_of(url: str, jobs: Sequence[Job]) -> str:
+    """Return the address of the page that compares the jobs, or that shows the only one."""
+    ids = [job.id for job in jobs]
+    return f"{url}/compare?jobs={','.join(ids)}" if len(ids) > 1 else f"{url}/jobs/{ids[0]}"
+
+
 def _compare(client: Client, specs: Sequence[JobSpec], terminal: Terminal, check: Callable[[], None] = lambda: None) -> bool:
     submitted: list[Job] = []
     try:
         for spec in specs:
             submitted.append(client.submit(spec))
+        page = page_of(client.url, submitted)
+        terminal.show(Text(f"Watch the jobs on {page}"))
         jobs = watch(client, [job.id for job in submitted], terminal, check=check)
     except BaseException:
         for job in submitted:
@@ -82,8 +108,9 @@ def _compare(client: Client, specs: Sequence[JobSpec], terminal: Terminal, check
             terminal.show(lines.log(line))
     if unsuccessful:
         terminal.show(Text(f"FAILED: {', '.join(f'{job.name} {job.state}' for job in unsuccessful)}."))
-        return False
-    return _report(jobs, terminal)
+    has_passed = not unsuccessful and _report(jobs, terminal)
+    terminal.show(Text(f"The jobs on the page: {page}"))
+    return has_passed
 
 
 def _report(jobs: Sequence[Job], terminal: Terminal) -> bool:

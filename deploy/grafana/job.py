@@ -16,8 +16,8 @@ def _by(label: str, metric: str, selector: str = _JOB) -> str:
 
 
 def _changed(metric: str, selector: str = _JOB) -> str:
-    """A value at the moment at which the series begins or changes, and at no other."""
-    now, before = f"max({metric}{selector})", f"max({metric}{selector} offset $__interval)"
+    """A value at the moment at which the series begins or changes, and at no other: scrapes that were missed are no change."""
+    now, before = f"max({metric}{selector})", f"max(last_over_time({metric}{selector}[5m] offset $__interval))"
     return f"{now} != {before} or ({now} unless {before})"
 
 

@@ -143,7 +143,9 @@ def _draw_by_step(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
                 found.setdefault(series["metric"]["curve"], []).append((float(series["metric"]["step"]), value))
     for name, points in sorted(found.items()):
         steps, values = zip(*sorted(points), strict=True)
-        axes.plot(steps, values, ".-", markersize=5, linewidth=1.2, label=name, color=_color_of_level(name))
+        is_band = name not in LEVELS
+        style, color = ("--", "#999999") if is_band else (".-", _color_of_level(name))
+        axes.plot(steps, values, style, markersize=5, linewidth=1.2, label=name, color=color, zorder=1 if is_band else 2)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human(value, panel.unit)))
     axes.set_xlabel("step", fontsize=7, labelpad=1)
     axes.tick_params(labelsize=7)
@@ -212,10 +214,15 @@ def _color_of_level(name: str) -> str | None:
 
 
 def _draw_table(axes: Axes, panel: Panel, ask: Ask, _start: float) -> None:
+    """Draw the rows of the last moment that has any: the table of a run that is over would be empty."""
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     names: list[str] = []
-    for query in panel.queries:
-        for series in ask(query.expr):
+    answers = [(query, ask(query.expr)) for query in panel.queries]
+    now = max((series["values"][-1][0] for _, found in answers for series in found), default=0.0)
+    for query, found in answers:
+        for series in found:
+            if series["values"][-1][0] < now:
+                continue
             names = sorted(set(series["metric"]) - set(panel.hidden))
             value = _last(series)
             if value is not None:
@@ -251,7 +258,7 @@ def _aligned(times: list[float], values: list[float], moments: list[float]) -> l
 def human(value: float, unit: str) -> str:
     """A number as the unit is read."""
     if unit == "percentunit":
-        return f"{value * 100:.3g} %"
+        return f"{round(value * 100, 6):.3g} %"
     if unit == "mbytes":
         return human(value * 2**20, "bytes")
     if unit == "sci":

@@ -27,6 +27,7 @@ LOCK_TIMEOUT_S = 10.0
 _SQLITE_WRITE = "octet_write"
 _SQLITE_WAIT_MS = "octet_wait_ms"
 _WAIT_STEPS = 100
+FILE_REPLACED = "was removed or replaced while the server runs"
 _CONNECTIONS, _MORE_CONNECTIONS = 10, 20  # of one process with PostgreSQL
 _USED_AT_S = "octet_used_at_s"
 _IDLE_S = 1.0
@@ -55,6 +56,7 @@ class Database:
         self._writing: Engine
         self.is_sqlite = self._engine.dialect.name == "sqlite"
         self._is_migrated = False
+        self._file: tuple[int, int] | None = None
         self._one_writer = threading.Lock()
         self._writing_by_step: dict[int, Engine] = {}  # only for whoever has `_one_writer`
         if self.is_sqlite:
@@ -81,6 +83,7 @@ class Database:
             if not self.is_sqlite:
                 connection.execute(select(func.pg_advisory_xact_lock(func.hashtext("octet_migrations"))))
             upgrade(connection)
+            self._file = _file_of(self.path)
         self._is_migrated = True
 
     def check_schema(self) -> None:
@@ -91,6 +94,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Session]:
         """Open a transaction that reads one consistent state and changes nothing."""
+        self._require_file()
         with self._timed("read"), Session(self._reading, autoflush=False) as session, session.begin():
             yield session
 
@@ -132,6 +136,11 @@ class Database:
     def close(self) -> None:
         self._engine.dispose()
 
+    def _require_file(self) -> None:
+        """Raise OperationalError if the file of SQLite is not the one that was opened: what is written to that is lost."""
+        if self._file is not None and _file_of(self.path) != self._file:
+            raise OperationalError("BEGIN", None, sqlite3.OperationalError(f"{self.path} {FILE_REPLACED}"))
+
     @contextmanager
     def _turn_to_write(self) -> Iterator[Engine]:
         """Wait for the other writers of this process. What is left of the time is for the lock that other processes hold."""
@@ -140,6 +149,7 @@ class Database:
             return
         began = time.monotonic()
         with self._alone():
+            self._require_file()
             left_s = max(0.0, self._lock_timeout_s - (time.monotonic() - began))
             yield self._waiting_for(left_s)
 
@@ -172,6 +182,17 @@ class Database:
             raise
         finally:
             self.observe(kind, time.perf_counter() - began, broke)
+
+
+def _file_of(path: Path | None) -> tuple[int, int] | None:
+    """Return what tells a file from another one in its place; (0, 0) for none, and None without a path."""
+    if path is None:
+        return None
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return status.st_dev, status.st_ino
 
 
 def _ignore(kind: str, seconds: float, broke: bool) -> None:

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from octet.api_schemas import Contract, Problem, explain_details
 from octet.api_schemas.problem import CONTENT_TYPE
+from octet.service.db.engine import FILE_REPLACED
 from octet.service.errors import (
     MOST_VIOLATIONS,
     InvalidJson,
@@ -111,6 +112,9 @@ def _database_away(request: Request, error: Exception) -> Response:
         return render(
             NotReady("the database's disk is full: nothing was stored. The operator has to free space."), request.url.path
         )
+    if FILE_REPLACED in words:
+        message = f"the database's file {FILE_REPLACED}: nothing is stored. The operator has to start the server again."
+        return render(NotReady(message), request.url.path)
     return render(NotReady("the database does not answer; try again"), request.url.path)
 
 

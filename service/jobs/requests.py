@@ -1,10 +1,12 @@
 """Requests for jobs, and the idempotency keys that make a repeated request the same job."""
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from typing import Any
 
 from sqlalchemy.orm import Session
 
@@ -25,6 +27,8 @@ class Request:
     spec: JobSpec
     idempotency_key: str | None = None
     tenant: str = DEFAULT_TENANT
+    sent: bytes | None = None
+    """The job as it was sent, in JSON; None for one that was made here."""
 
     @cached_property
     def spec_text(self) -> str:
@@ -33,8 +37,13 @@ class Request:
 
     @cached_property
     def body_hash(self) -> str:
-        """The hash that tells whether a key is used for the same job again."""
-        return hashlib.sha256(self.spec_text.encode()).hexdigest()
+        """The hash of what was sent, whatever the order of its keys: today's defaults are no part of it."""
+        document = json.loads(self.sent or self.spec_text)
+        return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def is_for(self, spec: Mapping[str, Any]) -> bool:
+        """Return True if a stored spec is the requested one, however each of them was written."""
+        return JobSpec.read_stored(spec) == self.spec
 
 
 @dataclass(frozen=True)
@@ -48,10 +57,8 @@ class Submission:
 def earlier(transaction: Transaction, request: Request, key: str, now: datetime, new: Mapping[str, NewJob]) -> Submission:
     """Find the job of a key that is taken. It may be one of this transaction, which is not in the database yet."""
     with session_of(transaction) as session:
-        job_id = _used_for(session, request, key, now)
-        assert job_id is not None, "a key that is taken has a job"
-        job = new.get(job_id) or store.jobs.find_job(session, job_id)
-    assert job is not None, "jobs are never deleted"
+        job = _used_for(session, request, key, now, new)
+    assert job is not None, "a key that is taken has a job"
     return Submission(job, replayed=True)
 
 
@@ -73,14 +80,22 @@ def is_replay(database: Database, request: Request) -> bool:
     """
     key = request.idempotency_key
     with database.read() as session:
-        return key is not None and _used_for(session, request, key, database.now(session)) is not None
+        return key is not None and _used_for(session, request, key, database.now(session), {}) is not None
 
 
-def _used_for(session: Session, request: Request, key: str, now: datetime) -> str | None:
-    """Find the id of the job that a key was used for. Raises IdempotencyMismatch if its spec differs."""
+def _used_for(session: Session, request: Request, key: str, now: datetime, new: Mapping[str, NewJob]) -> JobRow | NewJob | None:
+    """Find the job that a key was used for. Raises IdempotencyMismatch if another one was asked for then.
+
+    The same was asked for if the same was sent, or if it means the same: a key of an older version has another hash.
+    """
     used = store.jobs.find_idempotency_key(session, request.tenant, key, now)
-    if used is not None and used.body_hash != request.body_hash:
+    if used is None:
+        return None
+    job = new.get(used.job_id) or store.jobs.find_job(session, used.job_id)
+    assert job is not None, "jobs are never deleted"
+    spec = json.loads(job.spec_text) if isinstance(job, NewJob) else job.spec
+    if used.body_hash != request.body_hash and not request.is_for(spec):
         raise IdempotencyMismatch(
             f"Idempotency-Key {key!r} was used for another job, {used.job_id}. Use a new key for a new job."
         )
-    return used.job_id if used is not None else None
+    return job

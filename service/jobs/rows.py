@@ -7,13 +7,16 @@ only the new ones are read, until every second one is dropped.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sqlalchemy.orm import Session
+
 from octet.api_schemas import JobState, QueuePlace
 from octet.api_schemas.rows import MAX_SPARK_POINTS, MAX_WHY_CHARACTERS, Row
 from octet.service import store
 from octet.service.db.bulk import Transaction
-from octet.service.store.rows import ListedRow
+from octet.service.store.rows import ListedRow, RowFilter
 
 _MOST_KEPT = 4096
+_MOST_TOTALS = 256
 _DIGITS_OF_A_PICTURE = 3
 
 
@@ -50,6 +53,29 @@ class Sparklines:
     def _known(self, row: ListedRow) -> dict[int, float | None]:
         kept = self._kept.get(row.id)
         return dict(kept.losses) if kept is not None and kept.attempt_id == row.current_attempt_id else {}
+
+
+class RowTotals:
+    """The lengths of lists that one process has counted. Jobs are never deleted, and only their states change.
+
+    So a list is counted again once there are more jobs, or, where it is filtered by states, once a state has changed.
+    """
+
+    def __init__(self) -> None:
+        self._counted: dict[RowFilter, tuple[int, int]] = {}
+
+    def read(self, session: Session, wanted: RowFilter) -> int:
+        """Return how many jobs a list has."""
+        tallies = store.tallies.read(session)
+        version = tallies.version if wanted.states else sum(tallies.jobs.values())
+        known = self._counted.get(wanted)
+        if known is not None and known[0] == version:
+            return known[1]
+        total = store.rows.count_rows(session, wanted)
+        if len(self._counted) >= _MOST_TOTALS:
+            self._counted.clear()
+        self._counted[wanted] = version, total
+        return total
 
 
 def spark_steps(last_step: int) -> range:

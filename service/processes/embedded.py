@@ -56,6 +56,7 @@ def serve(
     given |= {"pools_file": pools_file} if pools_file else {}
     given |= {"pools": (default_pool(slots),)} if slots and not pools_file else {}
     settings = checked_settings(given)
+    _check_roots(data_roots)
     # Every thread inherits the mask, so it is set before the first one starts; `run` alone waits for the signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     log_to_stderr()
@@ -66,6 +67,13 @@ def serve(
         with _local_cluster(settings) as launcher:
             run(settings, database, launcher, listener, former_pid)
         database.close()
+
+
+def _check_roots(data_roots: tuple[Path, ...]) -> None:
+    """Raise ValueError for a data root that is not there. In a cluster it may be on the nodes alone."""
+    for root in data_roots:
+        if not root.is_dir():
+            raise ValueError(f"--data-root {root} is no folder on this machine. Make it, or name one that jobs may read.")
 
 
 def run(

@@ -35,7 +35,7 @@ def shown_job(session: Session, context: AppContext, row: JobRow) -> Job:
 def shown_submissions(
     transaction: Transaction, context: AppContext, pairs: Sequence[tuple[Request, Submission]]
 ) -> list[Shown]:
-    """Show submitted jobs, with the specs that were asked for, so that the stored ones are not parsed again."""
+    """Show submitted jobs. A replayed one is shown as it was stored, whose defaults may be those of an older version."""
     jobs = [submission.job for _, submission in pairs]
     new = {job.id: job for job in jobs if isinstance(job, NewJob)}
     known = {job.id: job for job in jobs if isinstance(job, JobRow)}
@@ -52,7 +52,7 @@ def shown_submissions(
         if id_ in new:
             text = views.new_job_json(new[id_], places[id_], request.spec)
         else:
-            text = views.job(known[id_], current.get(id_), place, request.spec).model_dump_json()
+            text = views.job(known[id_], current.get(id_), place).model_dump_json()
         shown[id_] = Shown(id_, text, place is not None and place.why == STARTS_SOON)
     return [shown[submission.job.id] for _, submission in pairs]
 

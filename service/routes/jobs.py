@@ -47,7 +47,8 @@ _Label = Annotated[str, StringConstraints(max_length=321, pattern=r"^[^:\x00-\x1
 async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep = None) -> Response:
     """Submit a job. 201 means that it is stored and will run, even if the service is killed after that."""
     context = context_of(http_request)
-    request = Request(await read_json(http_request, JobSpec), idempotency_key, tenant_of_request(http_request))
+    spec, sent = await read_json(http_request, JobSpec), await http_request.body()
+    request = Request(spec, idempotency_key, tenant_of_request(http_request), sent)
     return accepted(await _store_checked(request, context), context)
 
 
@@ -66,17 +67,7 @@ async def validate(http_request: HttpRequest, context: AppContextDep) -> Validat
     """Check a job as a submission does, without submitting it. The answer says what it would run as."""
     spec = await read_json(http_request, JobSpec)
     await context.admission.check(spec)
-    sizes = spec.model.sizes
-    return ValidatedJob(
-        spec=spec,
-        sizes=sizes,
-        num_parameters=sizes.num_parameters,
-        recipe=spec.precision.resolved_recipe,
-        num_block_weights=sizes.num_block_weights,
-        micro_batch_size=spec.batch.micro_batch_size,
-        gradient_accumulation="fp8" if spec.resolved_precision.holds_fp8_gradients else "fp32",
-        tokens_per_step=spec.training.global_batch_size * spec.tokens_per_sample,
-    )
+    return ValidatedJob.of(spec)
 
 
 @router.get("", response_model=Page[Job], operation_id="list_jobs", responses=answers(422))

@@ -44,7 +44,7 @@ class RowsQuery(Contract):
         if tenant is not None and self.tenant not in (None, tenant):
             message = "Leave it out, or use a key of that tenant."
             raise InvalidRequest.of((Violation(field="tenant", got=self.tenant, allowed=tenant, message=message),))
-        labels = [(key, value) for key, _, value in (text.partition(":") for text in self.label)]
+        labels = tuple((key, value) for key, _, value in (text.partition(":") for text in self.label))
         return RowFilter(self.id, self.state, self.pool, self.level, tenant or self.tenant, self.q, labels)
 
 
@@ -66,5 +66,5 @@ def read_rows(session: Session, context: AppContext, query: RowsQuery, wanted: R
     rows = store.rows.list_rows(session, wanted, query.sort, query.limit + 1, query.offset, query.after)
     places = context.places.read(session, [row for row in rows if row.state is JobState.QUEUED])
     drawn = context.sparklines.read(session, rows)
-    total = store.rows.count_rows(session, wanted)
+    total = context.row_totals.read(session, wanted)
     return [(row.id, row_json(row, places.get(row.id), drawn[row.id])) for row in rows], total

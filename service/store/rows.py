@@ -4,7 +4,6 @@ The jobs of a page are found by their ids first, in an index that has all column
 the page are then read, because a row of `jobs` has some KB of spec.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -49,13 +48,13 @@ class ListedRow(NamedTuple):
 class RowFilter:
     """Which jobs to list. An empty field does not restrict. text: a part of the name, in upper or lower case."""
 
-    ids: Sequence[str] = ()
-    states: Sequence[JobState] = ()
+    ids: tuple[str, ...] = ()
+    states: tuple[JobState, ...] = ()
     pool: str | None = None
     level: str | None = None
     tenant: str | None = None
     text: str | None = None
-    labels: Sequence[tuple[str, str]] = ()
+    labels: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_tallied(self) -> bool:

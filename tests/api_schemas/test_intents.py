@@ -133,6 +133,7 @@ WRONG = [
     ("data: null", "data", "Write data: {path: …}."),
     ("data: {path: /d, glob: '*.txt'}", "data.glob", 'Set data.include: ["*.txt"], a list of globs.'),
     ("data: {path: /d, include: '*.txt'}", "data.include", 'Write data.include: ["*.txt"].'),
+    ("data: {path: /d, include: []}", "data.include", "a list of at least 1"),
     ("data: {path: /d, split: train}", "data.split", "data.evaluation_fraction"),
     ("dataloader: {num_workers: 4}", "dataloader", "reads ahead by itself"),
     # Training.

@@ -83,6 +83,14 @@ def test_validation_gives_the_plan_or_the_violations(client: Client, runnable: d
     assert "change: " in str(refused.value)
 
 
+def test_a_spec_is_checked_and_the_catalog_read_without_a_server(client: Client, runnable: dict[str, Any]) -> None:
+    assert Client.check(runnable) == client.validate(runnable)
+    with pytest.raises(SpecRefused, match=r"precision\.level"):
+        Client.check(runnable | {"precision": {"level": "02"}})
+    assert [level.name for level in Client.levels()] == list(LEVELS)
+    assert list(Client.models()) == model_families()
+
+
 def test_the_servers_violations_are_those_found_here(client: Client, runnable: dict[str, Any]) -> None:
     bad = runnable | {"precision": {"level": "02"}, "trainin": 1}
     with pytest.raises(SpecRefused) as here:

@@ -83,7 +83,7 @@ def test_a_refusal_is_not_repeated_and_says_what_to_change() -> None:
         client_of(handler).submit({})
     assert next(calls) == 1
     assert str(refused.value).splitlines() == [
-        "It is not so. [invalid_request]",
+        "the server refuses it: 1 field to change. [invalid_request]",
         "  training.steps",
         "    got:     0",
         "    allowed: at least 1",

@@ -136,11 +136,11 @@ ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         (ALIASES, r"the alias \*a"),
         ("base: &base {steps: 1}\ntraining: {<<: *base}\n", r"the alias \*base"),
-        ("name: x\nlist: [" + "1, " * 100_000 + "]", "more than 5000 values"),
-        ("key: " + "[" * 100_000, "50 in one another"),
-        ("[" * 100_000, "neither YAML nor JSON"),
-        ("".join(f"k{number}: 1\n" for number in range(100_000)), "more than 5000 values"),
-        ("key: '" + "x" * 2_000_000 + "'", "more than 1048576 characters"),
+        ("name: x\nlist: [" + "1, " * 20_000 + "]", "more than 2000 values"),
+        ("key: " + "[" * 60_000, "50 in one another"),
+        ("[" * 60_000, "neither YAML nor JSON"),
+        ("".join(f"k{number}: 1\n" for number in range(6_000)), "more than 2000 values"),
+        ("key: '" + "x" * 70_000 + "'", "more than 65536 characters"),
         ('{"key": ' + "9" * 5000 + "}", "neither YAML nor JSON"),
     ],
 )

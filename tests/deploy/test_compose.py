@@ -21,7 +21,7 @@ WITH_GPUS = {**SERVICES, "node-h100": H100["services"]["node-h100"]}
 NODES = {name: service for name, service in WITH_GPUS.items() if name.startswith("node-")}
 RAY_SERVICES = {"dispatcher", "ray-head", *NODES} - {"node-h100"}
 ONE_SHOT = {"prepare", "demo"}
-PUBLISHED = {"api", "prometheus", "grafana"}
+PUBLISHED = {"api", "prometheus", "alertmanager", "grafana"}
 SECRET_READERS = {
     "secret-api": {"api", "prometheus", "demo"},
     "secret-database": {"postgres", "api", "dispatcher"},
@@ -53,7 +53,7 @@ def test_a_service_has_no_more_rights_than_it_needs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_only_three_services_are_published_and_on_loopback_alone(name: str) -> None:
+def test_only_four_services_are_published_and_on_loopback_alone(name: str) -> None:
     ports = SERVICES[name].get("ports", [])
     assert (name in PUBLISHED) == bool(ports)
     assert all(port.startswith("127.0.0.1:") for port in ports)

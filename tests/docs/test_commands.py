@@ -32,6 +32,8 @@ EXAMPLE = "examples/gpt-tiny.yaml"
 STEPS = 2
 RUN_HERE = (
     r"\.venv/bin/octet (serve|submit|list|metrics|logs)\b.*",
+    r"octet( (list|show|watch|metrics|logs|events|doctor|debug) .+)?",
+    r"printf .*",
     r"curl .*",
     r"\.venv/bin/torchrun .* -m octet\.worker .*",
     r"python3 -m pip install -q --no-index .*",
@@ -56,6 +58,10 @@ ELSEWHERE = {
     r"make test-matrix": Elsewhere("Makefile", "-m matrix"),
     r"make test-parallel": Elsewhere("Makefile", "tests/worker/parallel"),
     r"make install": Elsewhere("Makefile", "test: install"),
+    r"make release-check": Elsewhere("tests/packaging/test_release.py", "def test_the_files_of_a_release"),
+    r"make docs": Elsewhere("tests/docs/test_site.py", '"docs.site.prepare"'),
+    r"pip install 'octet-fp8\[worker\]'": Elsewhere("tests/packaging/test_wheel.py", "pip install 'octet-fp8[worker]'"),
+    r"\.venv/bin/python examples/is_o2_safe/compare\.py .*": Elsewhere("tests/docs/test_tutorial.py", "compare.main()"),
     r"make fmt": Elsewhere("Makefile", "ruff format --check"),
     r"make snapshots": Elsewhere("tests/service/test_openapi.py", "OCTET_UPDATE_SNAPSHOTS"),
     r"make dashboards": Elsewhere("tests/observability/test_live.py", "def test_a_panel_has_data"),
@@ -69,7 +75,10 @@ ELSEWHERE = {
     r"octet submit examples/gpt-tiny\.yaml --watch": Elsewhere(_SMOKE, "examples/gpt-tiny.yaml", "Docker"),
     r"octet list": Elsewhere("README.md", ".venv/bin/octet list"),
     r"docker build .*": Elsewhere("docker-compose.yml", "dockerfile: deploy/docker/Dockerfile", "Docker"),
-    r"key=.*|kubectl .*": _CLUSTER,
+    r"prometheus=.*|kubectl .*": _CLUSTER,
+    r"helm upgrade .*": Elsewhere(
+        "tests/deploy/test_helm.py", "def test_what_it_renders_fits_the_schemas", "a Kubernetes cluster"
+    ),
     r"make test-gpu.*|make bench-gpu-kernels .*": Elsewhere("tests/benchmarks/test_gpu_benchmarks.py", '"--smoke"', "a GPU"),
     r"\.venv/bin/python examples/transformers/train\.py .*": Elsewhere(_EXAMPLES, "def test_trainer"),
     r"\.venv/bin/python examples/accelerate/train\.py .*": Elsewhere(_EXAMPLES, "def test_accelerate"),
@@ -147,7 +156,7 @@ class Scratch:
         text = command.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{self.port}").replace("job_…", job_id)
         text = text.replace("/usr/share/doc", str(self.folder / "text")).replace("/tmp/site", f"{self.folder}/site")
         text = text.replace('"steps": 200', f'"steps": {STEPS}, "eval_batches": 1')
-        text = text.replace('"global_batch_size": 16, "sequence_length": 256', '"global_batch_size": 2, "sequence_length": 64')
+        text = text.replace('"global_batch_size": 16, "sequence_length": 128', '"global_batch_size": 2, "sequence_length": 64')
         arguments: dict[str, Any] = {"cwd": self.folder, "env": self.environment(), "timeout": LONG_S}
         answer = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False, **arguments)
         assert answer.returncode == 0, f"{text}\n{answer.stdout[-3000:]}\n{answer.stderr[-3000:]}"
@@ -213,6 +222,10 @@ def test_the_commands_of_the_readme_run_in_order(served: Scratch) -> None:
     assert json.loads(over_http).get("state") == "queued", over_http
     assert json.loads(points)["object"] == "list"
     assert "job.succeeded" in events
+    (first,) = [job.id for job in Client(f"http://127.0.0.1:{served.port}").jobs(state="succeeded")][-1:]
+    for command in commands("docs/terminal.md"):
+        served.run(command, first)
+    assert list(served.folder.glob("octet-debug-*.tar.gz"))
 
 
 @pytest.mark.system

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("api_schemas", "client", "service", "worker")
-PYTHONS = ("3.11", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13")
 WITHOUT_EXTRAS = {
     ("serve",): "pip install 'octet-fp8[service,worker]'",
     ("demo",): "pip install 'octet-fp8[service,worker]'",
@@ -113,6 +113,21 @@ class TestInAnEmptyEnvironment:
         found = run(environment / "octet", *command, cwd=tmp_path, status=2)
         assert WITHOUT_EXTRAS[command] in found.stderr
         assert "Traceback" not in found.stderr
+
+
+@pytest.mark.system
+def test_the_service_runs_without_torch_on_the_newest_python(wheel: Path, tmp_path: Path) -> None:
+    """The control plane's processes load in an environment of the extra alone, and say what they miss in one sentence."""
+    programs = tmp_path / "environment" / "bin"
+    subprocess.run([interpreter(PYTHONS[-1]), "-m", "venv", programs.parent], check=True)
+    install = [programs / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, "--constraint", ROOT / "constraints.txt", f"{wheel}[service]"], check=True)
+    loaded = "import sys, octet.service.app, octet.service.processes.api; print('torch' in sys.modules)"
+    assert run(programs / "python", "-c", loaded, cwd=tmp_path).stdout == "False\n"
+    assert "octet-fp8[service,worker]" in run(programs / "octet", "serve", cwd=tmp_path, status=2).stderr
+    refused = run(programs / "octet", "api", cwd=tmp_path, status=2).stderr
+    assert "Traceback" not in refused
+    assert "database" in refused
 
 
 def run(program: Path, *arguments: str, cwd: Path, status: int = 0) -> subprocess.CompletedProcess[str]:

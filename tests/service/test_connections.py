@@ -214,14 +214,14 @@ def test_a_stranger_s_body_is_not_read(serve: Serve) -> None:
 
 
 def test_bodies_that_stay_incomplete_give_way_to_others(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 1 << 20)
+    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 1 << 17)
     head = b"POST /v1/jobs/validate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
     with serve() as port, ExitStack() as stack:
         incomplete = [
-            stack.enter_context(connect(port, head + b"Content-Length: 1000000\r\n\r\n" + b" " * 400_000)) for _ in range(6)
+            stack.enter_context(connect(port, head + b"Content-Length: 65000\r\n\r\n" + b" " * 50_000)) for _ in range(6)
         ]
         assert b" 503 " in incomplete[0].recv(65_536).splitlines()[0]
-        with connect(port, head + b"Content-Length: 300002\r\n\r\n" + b" " * 300_000 + b"{}") as whole:
+        with connect(port, head + b"Content-Length: 37502\r\n\r\n" + b" " * 37_500 + b"{}") as whole:
             assert b" 422 " in whole.recv(65_536).splitlines()[0]
         assert status(port) == 200
 

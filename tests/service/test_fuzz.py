@@ -87,8 +87,10 @@ def known(world: World) -> Known:
 @pytest.mark.parametrize("num_examples", [5, pytest.param(50, marks=pytest.mark.matrix)])
 def test_generated_requests_are_answered_as_documented(client: TestClient, known: Known, num_examples: int) -> None:
     schema = schemathesis.openapi.from_asgi("/openapi.json", client.app, headers={"Host": "127.0.0.1"})
-    for result in schema.get_all_operations():
-        fuzz(result.ok(), known, num_examples)
+    operations = [result.ok() for result in schema.get_all_operations()]
+    for operation in operations:
+        if operation.path != "/v1/stream":  # which has no end; tests/service/test_stream_api.py refuses what is wrong
+            fuzz(operation, known, num_examples)
     num_requests = known.answers.total()
     assert num_requests >= 15 * num_examples / 2
     assert known.answers[404] <= MAX_NOT_FOUND * num_requests, known.answers

@@ -8,9 +8,11 @@ from sqlalchemy import event
 
 from octet.api_schemas import EvaluationReport, FailureReason, FinishedReport, JobState, StepReport
 from octet.api_schemas.rows import RowPage
+from octet.service import store
 from octet.service.db.tables import JobRow
 from octet.service.jobs.rows import row_json, short, spark_steps
-from octet.service.store.rows import RowFilter, list_rows
+from octet.service.store.rows import RowFilter, count_rows, list_rows
+from tests.service.databases import ON_SQLITE
 from tests.service.world import World, step
 
 Row = dict[str, Any]
@@ -136,6 +138,29 @@ def test_a_picture_follows_the_curve_and_a_resumed_attempt(client: TestClient, w
     again.begin(resumed_from_step=32)
     again.send(*[step(number, loss=9.0) for number in range(33, 71)])
     assert picture() == [float(f"{5 / number:.3g}") if number <= 32 else 9.0 for number in spark_steps(70)]
+
+
+@ON_SQLITE
+def test_a_list_is_counted_again_only_if_it_can_have_changed(
+    client: TestClient, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[RowFilter] = []
+    count = count_rows
+    monkeypatch.setattr(store.rows, "count_rows", lambda session, wanted: counted.append(wanted) or count(session, wanted))
+
+    def total(query: str) -> int:
+        found: int = client.get(f"/v1/rows?{query}").json()["total"]
+        return found
+
+    _, rank = world.start()
+    for _ in range(2):
+        assert (total("level=fp32"), total("level=fp32&state=running")) == (1, 1)
+    rank.train(1)
+    assert (total("level=fp32"), total("level=fp32&state=running"), len(counted)) == (1, 1, 2)
+    rank.succeed()
+    assert (total("level=fp32"), total("level=fp32&state=running"), len(counted)) == (1, 0, 3)
+    world.submit()
+    assert (total("level=fp32"), len(counted)) == (2, 4)
 
 
 @pytest.mark.parametrize("last_step", [0, 1, 17, 32, 33, 1000, 99_999])

@@ -92,7 +92,9 @@ def test_pools_from_a_file(tmp_path: Path) -> None:
     file.write_text("pools:\n- {name: h100, node_label: [pool, h100], slots: 8, accelerator: cuda}\n")
     assert Settings(data_dir=tmp_path, pools_file=file).pools[0].accelerator == "cuda"
     file.write_text("- {name: h100, slotz: 8}")
-    assert "slotz" in refused(data_dir=tmp_path, pools_file=file)
+    shown = refused(data_dir=tmp_path, pools_file=file)
+    assert "pools.yaml' is no list of pools: pool 1 has no node_label; add it; pool 1 has no slots; add it" in shown
+    assert "pool 1 has the unknown field slotz; allowed: name, " in shown
     file.write_text("{")
     assert "cannot be read as YAML" in refused(data_dir=tmp_path, pools_file=file)
 

@@ -85,6 +85,7 @@ def initialize(
     Raises ValueError for options that do not exist or do not fit the level, for an optimizer that
     the level cannot represent, and for surprises under `strict`. Warns where nothing was converted.
     """
+    _check_kinds(model, optimizer)
     if any(hasattr(module, "octet_report") for module in model.modules()):
         raise ValueError("the model, or a part of it, is initialized already. Build a new one to train it at another level.")
     if is_recipe_kwargs(options.get("recipe")) and not isinstance(opt_level, PrecisionSpec):
@@ -101,6 +102,15 @@ def initialize(
     if prepared.report.nothing_converted:
         warnings.warn(prepared.report.nothing_converted, stacklevel=2)
     return prepared.model, prepared.optimizer
+
+
+def _check_kinds(model: object, optimizer: object) -> None:
+    """Raise TypeError for arguments in another order."""
+    order = 'Call initialize(model, optimizer, opt_level="O2").'
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}; allowed: a torch.nn.Module. {order}")
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        raise TypeError(f"optimizer: got {type(optimizer).__name__}; allowed: a torch.optim.Optimizer, or None. {order}")
 
 
 def prepare(

@@ -135,7 +135,9 @@ def _device(env: RankEnv, pool: PoolConfig | None) -> "torch.device":
     if env.accelerator == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise WrongNode("the pool promises a CUDA device; this node has none. Correct the node's label or the pool.")
+        from octet.worker.metrics.driver import why_no_device
+
+        raise WrongNode(f"the pool promises a CUDA device: {why_no_device()}")
     device = torch.device("cuda", env.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     needed = pool.min_compute_capability if pool else None

@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from octet.client.cli import build_app, options
+from octet.client.cli.app import MEANT
+from tests.kit.ports import free_port
 
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 COMMANDS = {
@@ -30,6 +32,21 @@ def job_file(tmp_path: Path, spec: dict[str, Any]) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("run", "submit"), ("ls", "list"), ("status", "show"), ("STOP", "cancel"), ("sumbit", "submit")]
+)
+def test_a_command_of_another_tool_is_answered_by_ours(typed: str, meant: str) -> None:
+    shown = octet(typed, "x")
+    assert shown.exit_code == 2
+    assert f"Did you mean '{meant}'?" in shown.stderr
+
+
+def test_words_of_other_tools_mean_one_command_each() -> None:
+    words = [word for row in MEANT.values() for word in row.split()]
+    assert len(set(words)) == len(words)
+    assert set(MEANT) <= COMMANDS
+
+
 def test_help_names_every_command() -> None:
     shown = octet("--help")
     assert shown.exit_code == 0
@@ -43,7 +60,8 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "list", "models", "levels", "show x", "logs -f x", "cancel x", "watch x", "metrics x y", "debug x"]
+    "command",
+    ["", "list", "pools", "show x", "logs -f x", "cancel x", "watch x", "metrics x y", "debug x"],
 )
 def test_no_server_is_status_3_on_stderr(command: str) -> None:
     shown = octet(*command.split(), "--url", NOBODY)
@@ -128,3 +146,12 @@ def test_serving_without_its_packages_says_what_to_install(monkeypatch: pytest.M
     shown = octet("serve")
     assert shown.exit_code == 2
     assert "pip install 'octet-fp8[service,worker]'" in shown.stderr
+
+
+def test_a_data_root_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    shown = octet(
+        "serve", "--port", str(free_port()), "--data-dir", str(tmp_path / "data"), "--data-root", str(tmp_path / "gone")
+    )
+    assert shown.exit_code == 2
+    assert f"--data-root {tmp_path / 'gone'} is no folder on this machine" in shown.stderr
+    assert not (tmp_path / "data").exists()

@@ -109,3 +109,12 @@ def test_doctor_without_a_server(octet: Callable[..., Result]) -> None:
     assert found["server"].hint is not None
     assert "octet serve" in found["server"].hint
     assert found["port 9"].found == "free, for octet serve"
+
+
+def test_doctor_without_the_servers_key(octet: Callable[..., Result], tmp_path: Path) -> None:
+    with OctetApp(tmp_path, api_keys=("a-key-of-another-terminal",)) as app:
+        shown = octet("doctor", "--json", "--url", app.url)
+    found = {check.part: check for check in Checkup.model_validate_json(shown.stdout).checks}
+    assert found["server"].standing == "bad"
+    assert found["server"].hint == "Set OCTET_API_KEY, or api_key in Python, to a key that this server has."
+    assert found[f"port {app.url.rpartition(':')[2]}"].found == "the server's"

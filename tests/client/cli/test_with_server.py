@@ -99,6 +99,7 @@ def test_validate(octet: Callable[..., Result], job_file: str) -> None:
     assert "is a valid job: 858,880 parameters" in shown.stdout
     assert "256 tokens a step in 1 micro-batches of 4 sequences" in shown.stdout
     assert json.loads(octet("validate", job_file, "--json").stdout)["object"] == "validated_job"
+    assert octet("validate", job_file, "--offline", "--url", "http://127.0.0.1:9").stdout == shown.stdout
 
 
 def test_a_watched_job_that_succeeds_exits_0(
@@ -168,23 +169,23 @@ def test_an_empty_list_names_the_filters_and_what_is_there_without_them(octet: C
 
 
 def test_a_list_has_pages_and_filters(octet: Callable[..., Result], client: Client, runnable: dict[str, Any]) -> None:
-    ids = [client.submit(runnable | {"name": f"paged-{number}", "priority": 7}).id for number in range(5)]
+    ids = [client.submit(runnable | {"name": f"leaf-of-list-{number}", "priority": 7}).id for number in range(5)]
     for job_id in ids[:2]:
         client.cancel(job_id)
-    first = octet("list", "--search", "PAGED", "--limit", "2")
+    first = octet("list", "--search", "LEAF-of", "--limit", "2")
     assert [line.split()[0] for line in first.stdout.splitlines()[1:] if line.startswith("job_")] == [ids[4], ids[3]]
     assert "1 to 2 of 5 jobs; the next page: --page 2" in first.stderr
-    last = octet("list", "--search", "paged", "--limit", "2", "--page", "3")
+    last = octet("list", "--search", "leaf-of", "--limit", "2", "--page", "3")
     assert [line.split()[0] for line in last.stdout.splitlines()[1:]] == [ids[0]]
     assert "5 to 5 of 5 jobs\n" in last.stderr
-    assert "paged-4 waits: " in first.stdout
-    both = octet("list", "--search", "paged", "--state", "queued", "--state", "cancelled", "--json")
+    assert "leaf-of-list-4 waits: " in first.stdout
+    both = octet("list", "--search", "leaf-of", "--state", "queued", "--state", "cancelled", "--json")
     assert [job["id"] for job in json.loads(both.stdout)] == ids[::-1]
     chosen = octet(
-        "list", "--search", "paged", "--state", "cancelled", "--level", "O2", "--pool", "cpu", "--page", "2", "-n", "1"
+        "list", "--search", "leaf-of", "--state", "cancelled", "--level", "O2", "--pool", "cpu", "--page", "2", "-n", "1"
     )
     assert [line.split()[0] for line in chosen.stdout.splitlines()[1:]] == [ids[0]]
-    assert json.loads(octet("list", "--search", "paged", "--level", "fp32", "--json").stdout) == []
+    assert json.loads(octet("list", "--search", "leaf-of", "--level", "fp32", "--json").stdout) == []
 
 
 def test_without_a_command_octet_shows_what_is_going_on(
@@ -205,7 +206,7 @@ def test_without_a_command_octet_shows_what_is_going_on(
 def test_without_a_job_octet_says_how_to_begin(tmp_path: Path) -> None:
     with OctetApp(tmp_path) as app:
         shown = CliRunner().invoke(build_app(), [], env={"OCTET_URL": app.url})
-        assert "No jobs yet. Next: octet submit job.yaml --watch, octet list" in shown.stdout
+        assert "No jobs yet. Next:\n  octet submit job.yaml --watch\n  octet list\n" in shown.stdout
         assert CliRunner().invoke(build_app(), ["list"], env={"OCTET_URL": app.url}).stdout.startswith("No jobs. Submit one")
 
 
@@ -283,6 +284,7 @@ def test_the_key_comes_from_the_environment(tmp_path: Path) -> None:
         without = CliRunner().invoke(build_app(), ["list", "--url", app.url])
         assert without.exit_code == 2
         assert "an API key is needed" in without.stderr
+        assert "Set OCTET_API_KEY" in without.stderr
         assert CliRunner().invoke(build_app(), ["list", "--url", app.url], env={"OCTET_API_KEY": API_KEY}).exit_code == 0
 
 

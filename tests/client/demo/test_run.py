@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,13 +83,14 @@ def test_it_ends_with_the_comparison(own_app: OctetApp, make_summary: MakeSummar
     assert rows["final training loss"][-2:] == ["1.7500", "1.7500"]
     assert rows["in converted layers"][-2:] == ["16.00", "6.00"]
     assert "first step" in shown.stdout
-    assert (
-        shown.stdout.splitlines()[-1]
-        == "Passed: fp32 holds 16.00 bytes per parameter, O2 4.80 (70% less) at +0.00% evaluation loss."
-    )
+    verdict = "Passed: fp32 holds 16.00 bytes per parameter, O2 4.80 (70% less) at +0.00% evaluation loss."
+    assert shown.stdout.splitlines()[-2] == verdict
     assert "\x1b" not in shown.stdout
     with Client(own_app.url) as client:
         jobs = list(client.jobs())
+    page = f"{own_app.url}/compare?jobs={jobs[1].id},{jobs[0].id}"
+    assert shown.stdout.splitlines()[-1] == f"The jobs on the page: {page}"
+    assert f"Watch the jobs on {page}" in shown.stdout
     assert [job.name for job in jobs] == ["demo-O2", "demo-fp32"]
     assert len({job.labels["comparison"] for job in jobs}) == 1
 
@@ -97,7 +99,7 @@ def test_a_job_that_did_not_learn_fails_the_demo(own_app: OctetApp, make_summary
     shown = run_demo(own_app, lambda rank, _: rank.succeed(make_summary(evaluation_loss=3.1)))
     assert shown.exit_code == 1
     assert "3.100 (NO)" in shown.stdout
-    assert shown.stdout.splitlines()[-1].startswith("FAILED to learn")
+    assert shown.stdout.splitlines()[-2].startswith("FAILED to learn")
 
 
 def test_too_few_steps_are_not_judged(own_app: OctetApp, make_summary: MakeSummary) -> None:
@@ -106,7 +108,7 @@ def test_too_few_steps_are_not_judged(own_app: OctetApp, make_summary: MakeSumma
     assert "30 steps are too few to judge" in shown.stdout
     assert "fp32 3.100 (97%), O2 3.100 (97%)." in shown.stdout
     assert f"From {JUDGED_FROM_STEPS} steps on it has to be at most 80%." in shown.stdout
-    assert shown.stdout.splitlines()[-1].startswith("Too short to judge: fp32 holds 16.00 bytes per parameter")
+    assert shown.stdout.splitlines()[-2].startswith("Too short to judge: fp32 holds 16.00 bytes per parameter")
 
 
 def test_a_job_that_fails_is_shown_with_the_end_of_its_log(own_app: OctetApp, make_summary: MakeSummary) -> None:
@@ -121,7 +123,13 @@ def test_a_job_that_fails_is_shown_with_the_end_of_its_log(own_app: OctetApp, ma
     assert shown.exit_code == 1
     assert "the last words" in shown.stdout
     assert "data_error: gone" in shown.stdout
-    assert shown.stdout.splitlines()[-1] == "FAILED: demo-O2 failed."
+    assert shown.stdout.splitlines()[-2] == "FAILED: demo-O2 failed."
+
+
+def test_a_server_of_others_is_not_asked_to_stay() -> None:
+    shown = CliRunner().invoke(build_app(), ["demo", "--url", "http://127.0.0.1:9", "--stay"])
+    assert shown.exit_code == 2
+    assert "stays up anyway" in shown.stderr
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (signal.SIGTERM, 143)])
@@ -155,7 +163,10 @@ def test_a_server_that_does_not_start_leaves_its_log(tmp_path: Path) -> None:
     ("ended_by", "status"), [(None, 0), (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.matrix)]
 )
 def test_nothing_is_left_of_a_server_of_its_own(tmp_path: Path, ended_by: signal.Signals | None, status: int) -> None:
-    """Run the whole path, Ray and worker included. Two steps are too few to be judged, and the last line says so."""
+    """Run the whole path, Ray and worker included. Two steps are too few to be judged, and the verdict says so.
+
+    Without a signal the server stays up on request: its page is read, then Ctrl-C ends it without a failure.
+    """
     steps = "2" if ended_by is None else "1000"  # what is ended early must not end by itself before, on a busy machine
     command = [
         sys.executable,
@@ -168,6 +179,7 @@ def test_nothing_is_left_of_a_server_of_its_own(tmp_path: Path, ended_by: signal
         "fp32",
         "--data-dir",
         str(tmp_path),
+        *(["--stay"] if ended_by is None else []),
     ]
     shown = ""
     with subprocess.Popen(
@@ -176,6 +188,11 @@ def test_nothing_is_left_of_a_server_of_its_own(tmp_path: Path, ended_by: signal
         assert demo.stdout is not None
         for line in demo.stdout:
             shown += line
+            if line.startswith("The server stays up"):
+                (url,) = re.findall("The jobs on the page: (http://[^/]+)/jobs/job_", shown)
+                with Client(url) as client:
+                    assert [job.state for job in client.jobs()] == [JobState.SUCCEEDED]
+                demo.send_signal(signal.SIGINT)
             # The second time the server is being stopped already.
             if ended_by is not None and ("job.placed" in line or "Stopping" in line):
                 demo.send_signal(ended_by)

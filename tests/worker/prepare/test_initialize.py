@@ -204,6 +204,15 @@ def test_an_option_that_does_not_exist_is_refused_with_a_hint() -> None:
         initialize(GPT(TINY), opt_level="O2", exclud=("head",))
 
 
+def test_arguments_in_another_order_are_named() -> None:
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(TypeError, match=r"model: got AdamW; .* Call initialize\(model, optimizer, opt_level"):
+        initialize(optimizer, model, "O2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer: got str; allowed: a torch\.optim\.Optimizer, or None"):
+        initialize(model, "O2")  # type: ignore[arg-type]
+
+
 def test_a_model_is_initialized_once() -> None:
     model, _ = make("O2")
     with pytest.raises(ValueError, match="initialized already"):

@@ -1,0 +1,55 @@
+{{/* What every pod of ours has: a user without rights. */}}
+{{- define "octet.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "octet.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "octet.pullSecrets" -}}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* The settings that api and dispatcher share. */}}
+{{- define "octet.settings" -}}
+- {name: OCTET_DATABASE_URL_FILE, value: /secrets/database/url}
+- {name: OCTET_DATA_DIR, value: /var/lib/octet}
+- {name: OCTET_DATA_ROOTS, value: {{ join ":" .Values.dataRoots | quote }}}
+{{- with .Values.dataStores }}
+- {name: OCTET_DATA_STORES, value: {{ join "," . | quote }}}
+{{- end }}
+- {name: OCTET_POOLS_FILE, value: /etc/octet/pools.yaml}
+{{- end }}
+
+{{/* The pools as the service reads them; raycluster.yaml has a group of nodes for each. */}}
+{{- define "octet.pools" -}}
+{{- range .Values.pools }}
+- name: {{ .name }}
+  node_label: [octet-pool, {{ .name }}]
+  slots: {{ mul .slotsPerNode .maxNodes }}
+  {{- if eq .accelerator "cuda" }}
+  accelerator: cuda
+  {{- end }}
+  {{- with .minComputeCapability }}
+  min_compute_capability: [{{ join ", " . }}]
+  {{- end }}
+  {{- with .memoryPerDeviceBytes }}
+  memory_per_device_bytes: {{ int64 . }}
+  {{- end }}
+  threads_per_worker: {{ .threadsPerWorker }}
+  {{- if .allowsEntrypoints }}
+  allows_entrypoints: true
+  {{- end }}
+{{- end }}
+{{- end }}
