@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parents[2] / "docs" / "page"
 LEVELS = ("fp32", "bf16-amp", "te", "O2", "O3")
 MODEL = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 256, "max_sequence_length": 128}
-WIDE, NARROW = (1360, 860), (390, 844)
+WIDE, NARROW = (1360, 900), (390, 844)
 
 
 def spec(name: str, level: str, corpus: Path, **training: Any) -> JobSpec:
@@ -96,7 +96,7 @@ def shoot(url: str, jobs: dict[str, str], folder: Path) -> None:
                 page.get_by_text("It can run").wait_for()
             page.wait_for_timeout(1500)  # two redraws
             of_kind = "".join([f"-{theme}" if theme == "dark" else "", "-narrow" if width == NARROW[0] else ""])
-            page.screenshot(path=folder / f"{name}{of_kind}.png", full_page=name in {"job", "compare"} and width != NARROW[0])
+            page.screenshot(path=folder / f"{name}{of_kind}.png", full_page=name == "compare")
             page.close()
 
 
