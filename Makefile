@@ -16,7 +16,7 @@ OTHER_TRITON := build/triton-3.6.0
 # Helm's own library, to render the chart: as large as 240 MB, so it is where the chart is checked alone.
 HELM := build/helm-python-sdk-0.2.2
 
-.PHONY: install demo docs release release-check test test-system test-matrix test-parallel prometheus dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
+.PHONY: install demo docs release release-check test test-system test-matrix test-parallel prometheus page-tools page-types pictures dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
 # What `octet serve` and `octet demo` run. torch comes first and alone: the CPU build where the machine has no NVIDIA device. To change
@@ -50,7 +50,7 @@ test: install prometheus
 
 # The whole system: jobs through REST, Ray and ranks, README's own commands, every panel and alert over a live Prometheus,
 # kills; and all kernels compiled for Hopper.
-test-system: install prometheus $(HELM)
+test-system: install prometheus page-types $(HELM)
 	$(BIN)/python -m pytest -n 4 --dist loadfile -m 'system and not matrix'
 
 # SIGKILL and SIGSTOP of every process at random instants from a seed, then the ledger of jobs; the seconds that each failure costs;
@@ -92,6 +92,33 @@ prometheus:
 	  || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends prometheus prometheus-alertmanager; } \
 	  || echo "Prometheus could not be installed; see tests/observability/live.py"
 
+# The tests of the page look at it in Debian's Chromium and ask axe; its modules are checked against types from the OpenAPI document.
+# Nothing of npm is committed or installed at a user's. Where npm is missing, lint goes without it; under CI=true the tests fail then.
+PAGE_TOOLS := build/page-tools
+PAGE_BIN   := $(PAGE_TOOLS)/node_modules/.bin
+page-tools: $(PAGE_TOOLS)/.installed
+	@command -v chromium >/dev/null || test "$$(id -u)" -ne 0 || ! command -v apt-get >/dev/null \
+	  || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends chromium; } \
+	  || echo "Chromium could not be installed; see tests/page/conftest.py"
+
+$(PAGE_TOOLS)/.installed: | $(PAGE_TOOLS)
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(PAGE_TOOLS) \
+	  axe-core@4.14.1 openapi-typescript@7.13.0 prettier@3.10.1 typescript@5.9.3 && touch $@ \
+	  || test "$$CI" != true; else test "$$CI" != true; fi || { echo "missing: npm and its registry, for the checks of the page"; exit 1; }
+
+$(PAGE_TOOLS):
+	@mkdir -p $@
+
+page-types: install page-tools
+	@test ! -x $(PAGE_BIN)/tsc || { $(BIN)/python -m tests.page.openapi > $(PAGE_TOOLS)/openapi.json \
+	  && $(PAGE_BIN)/openapi-typescript $(PAGE_TOOLS)/openapi.json --output $(PAGE_TOOLS)/octet-api.d.ts >/dev/null \
+	  && $(PAGE_BIN)/tsc --project service/page/tsconfig.json \
+	  && $(PAGE_BIN)/prettier --log-level warn --print-width 128 --check service/page/static/js; }
+
+# Draw the page into docs/page from jobs that a server trains meanwhile.
+pictures: install page-tools
+	$(BIN)/python -m tests.page.pictures
+
 # Write the dashboards' JSON, and draw them from a live run into docs/dashboards.
 dashboards: install prometheus
 	$(BIN)/python -m deploy.grafana.generate
@@ -113,7 +140,7 @@ release-check: install $(HELM)
 	rm -rf build/release
 	$(BIN)/python deploy/release.py --out build/release --sbom "" --sbom service
 
-lint: install
+lint: install page-types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
@@ -122,9 +149,10 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-fmt: install
+fmt: install page-tools
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	test ! -x $(PAGE_BIN)/prettier || $(PAGE_BIN)/prettier --log-level warn --print-width 128 --write service/page/static/js
 
 # Rewrite the frozen surfaces: JSON schemas, the OpenAPI document, the manifests of deploy/kubernetes. Review the diff.
 snapshots: install $(HELM)

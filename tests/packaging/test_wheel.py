@@ -60,6 +60,15 @@ def test_the_wheel_has_every_module_below_one_name(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in files} == {"octet"}
 
 
+def test_the_wheel_has_the_page(wheel: Path) -> None:
+    static = ROOT / "service" / "page" / "static"
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name for name in archive.namelist() if name.startswith("octet/service/page/static/")}
+        sent = {path: archive.read(f"octet/service/page/static/{path}") for path in ("index.html", "js/chart/line.js")}
+    assert files == {f"octet/service/page/static/{path.relative_to(static)}" for path in static.rglob("*.*")}
+    assert all(content == (static / path).read_bytes() for path, content in sent.items())
+
+
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_bare_name_is_refused(name: str) -> None:
     """A second import of the same file would make each class twice."""

@@ -118,3 +118,27 @@ def test_messages_of_a_stream_are_parsed(call: Call) -> None:
     text = 'id: event.job_x.4\nevent: event\ndata: {"job_id":"job_x","data":[{"seq":4}]}'
     assert call("stream", "parse", text) == {"kind": "event", "id": "event.job_x.4", "job": "job_x", "data": [{"seq": 4}]}
     assert call("stream", "parse", ": still here") is None
+
+
+def test_a_chart_keeps_its_lines_while_their_curve_grows(chromium: "Browser", empty_site: Site) -> None:
+    """A window may be resized between a step's arrival and its drawing; the axis was 0 to 1 then, and the lines gone."""
+    page = ready(chromium.new_page(), f"{empty_site.url}/")
+    main = page.locator("script[type=module]").get_attribute("src")
+    drawn = page.evaluate(
+        """async (main) => {
+          const { LineChart } = await import(main.replace("main.js", "chart/line.js"));
+          const chart = new LineChart({ label: "Loss", xLabel: "step", signal: new AbortController().signal });
+          document.body.append(chart.element);
+          const frame = () => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+          const x = [1, 2, 3];
+          chart.set([{ name: "training", color: "--text", x, y: [5, 4, 3] }]);
+          await frame();
+          x.push(4);
+          chart.draw();
+          await frame();
+          return [chart.y.least, chart.y.most, chart.canvas.getAttribute("aria-label")];
+        }""",
+        main,
+    )
+    page.close()
+    assert drawn == [pytest.approx(2.88), pytest.approx(5.12), "Loss. At step 3: training 3"]

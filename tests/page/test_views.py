@@ -46,7 +46,7 @@ def test_the_list_and_a_chart_need_little_javascript(context: "BrowserContext", 
     """What follows the first paint is counted out by holding it back."""
     for path, selector, most, later in (
         ("/", ".row .name a", LIST_BYTES, r"/(shell|live|stream-worker|views/jobs-more)\.js$"),
-        (f"/jobs/{site.jobs['running']}", ".legend b", JOB_BYTES, r"/(shell|actions|stream-worker|views/job-more)\.js$"),
+        (f"/jobs/{site.jobs['running']}", ".legend b", JOB_BYTES, r"/(shell|live|actions|stream-worker|views/job-more)\.js$"),
     ):
         page = context.new_page()
         page.route(re.compile(later), lambda route: None)
@@ -111,7 +111,7 @@ def test_everything_can_be_done_by_keys(page: "Page", own_site: Callable[..., Si
     page.wait_for_selector("#connection[data-state=live]")
     press(page, "j", "x", "j", "x", "c")
     page.wait_for_url("**/compare?jobs=*,*")
-    assert page.locator(".chip").count() == 2
+    page.locator(".chip").nth(1).wait_for()
     page.go_back()
     page.wait_for_selector("#connection[data-state=live]")
     press(page, "j", "Enter")
@@ -166,7 +166,7 @@ def test_a_label_says_what_is_under_the_cursor(page: "Page", site: Site) -> None
     for key, step in (("Home", 1), ("ArrowRight", 2), ("End", 200), ("ArrowLeft", 199)):
         page.keyboard.press(key)
         expected = f"At step {step}: training {number(points[step - 1]['loss'])}"
-        until(page, "text => document.querySelector('canvas').getAttribute('aria-label').includes(text)", arg=expected)
+        until(page, f"document.querySelector('canvas').getAttribute('aria-label').includes({json.dumps(expected)})")
 
 
 def test_zoom_axis_and_smoothing_live_in_the_address(page: "Page", site: Site) -> None:
@@ -255,7 +255,7 @@ def test_a_form_and_its_job_file_are_one(page: "Page", own_site: Callable[..., S
     page.get_by_label("O3-split-8bit").check()
     assert "level: O3-split-8bit" in page.locator("#yaml").input_value()
     page.locator("#yaml").fill(page.locator("#yaml").input_value().replace("steps: 12", "steps: 0"))
-    page.locator("#field-training-steps-note", has_text="1").wait_for()
+    page.locator("#field-training-steps-note", has_text="greater than or equal to 1").wait_for()
     assert page.locator("#field-training-steps").get_attribute("aria-invalid") == "true"
     assert page.locator("button[type=submit]").is_disabled()
     page.locator("#yaml").fill("name: x\n  model: y")
@@ -285,7 +285,7 @@ def test_a_double_click_makes_one_job(page: "Page", own_site: Callable[..., Site
     page.wait_for_selector("#yaml")
     page.get_by_text("It can run").wait_for()
     page.locator("button[type=submit]").click()
-    until(page, "document.querySelector('h1')?.textContent.includes('my-first-job')")
+    page.wait_for_url("**/jobs/job_*")
     first, second = [httpx.get(f"{site.url}/v1/jobs").json()["data"][place]["spec"] for place in (0, 1)]
     assert first == second
 

@@ -74,14 +74,15 @@ export function mark(element, name, value) {
 /** Build an error's words: a problem document's title, detail and violations. @param {unknown} error @returns {HTMLElement} */
 export function problem(error) {
   const { title, message, errors = [] } = /** @type {any} */ (error);
-  const more = errors.length > 1 ? h("ul", {}, errors.map(violation)) : null;
+  const more = errors.length ? h("ul", {}, errors.map(violation)) : null;
   return h("div", { class: "problem", role: "alert" }, h("strong", {}, title ?? "This part failed"), h("p", {}, message), more);
 }
 
+/** Say what a field allows, and what to change. @param {{message: string, allowed: string}} each */
+export const advice = ({ message, allowed }) => `Allowed: ${allowed}. ${message}`;
+
 /** @param {{field: string, message: string, allowed: string}} each */
-function violation(each) {
-  return h("li", {}, h("code", {}, each.field), ` ${each.message}`);
-}
+const violation = (each) => h("li", {}, h("code", {}, each.field), ` ${advice(each)}`);
 
 /**
  * Build a titled part of a page whose content may fail alone.

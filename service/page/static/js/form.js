@@ -1,6 +1,6 @@
 /** Fields made from a JSON schema. A field knows its path in the document, shows its default, and its error beside it. */
 
-import { fill, h, mark } from "./dom.js";
+import { advice, fill, h, mark } from "./dom.js";
 import { fromYaml, toYaml } from "./yaml.js";
 import { valueAt } from "./schema.js";
 
@@ -112,7 +112,7 @@ export class Form {
     }
   }
 
-  /** Show errors at their fields, and open what hides these. @param {{field: string, message: string}[]} errors */
+  /** Show errors at their fields, and open what hides these. @param {{field: string, message: string, allowed: string}[]} errors */
   complain(errors) {
     for (const { input, note } of this.#fields.values()) {
       fill(note);
@@ -121,7 +121,7 @@ export class Form {
     for (const error of errors) {
       const found = this.#fields.get(error.field);
       if (!found) continue;
-      fill(found.note, error.message);
+      fill(found.note, advice(error));
       mark(found.input, "aria-invalid", "true");
       for (let around = found.input.closest("details"); around; around = around.parentElement?.closest("details") ?? null)
         around.open = true;

@@ -44,6 +44,7 @@ export async function show() {
     if (!signal.aborted) await view.show({ root, id, query: new URLSearchParams(location.search), signal, keys });
   } catch (error) {
     if (signal.aborted) return;
+    if (!root.querySelector("h1")) root.append(h("h1", {}, title));
     root.append(problem(error instanceof TypeError && /import/.test(error.message) ? outdated() : error));
     if (!(error instanceof Error && "status" in error)) console.error(error);
   }

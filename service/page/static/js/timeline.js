@@ -14,7 +14,7 @@ const PHASES = /** @type {[string, string][]} */ ([
   ["placed_at", "queue"],
   ["process_up_at", "process"],
   ["torch_imported_at", "torch"],
-  ["model_built_at", "model and data"],
+  ["model_built_at", "model, data"],
   ["first_step_at", "first step"],
   ["warmed_up_at", "compilation"],
 ]);

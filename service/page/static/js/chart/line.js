@@ -66,9 +66,15 @@ export class LineChart {
     on("blur", () => this.#put(null));
   }
 
-  /** Show other lines. @param {Series[]} series */
+  /** Show other lines. They are copied: a curve that grows meanwhile is drawn when it is set again. @param {Series[]} series */
   set(series) {
-    this.series = series;
+    this.series = series.map((each) => ({
+      ...each,
+      x: [...each.x],
+      y: [...each.y],
+      low: each.low?.slice(),
+      high: each.high?.slice(),
+    }));
     this.draw();
   }
 

@@ -47,7 +47,7 @@ function speed(jobs, speeds) {
       bar.style.width = `${(100 * speeds[place]) / most}%`;
       return h(
         "div",
-        { class: "speed" },
+        { class: "velocity" },
         badge(job.spec.precision.level),
         h("span", { class: "bar" }, bar),
         h("b", {}, speeds[place] ? count(speeds[place]) : "–"),

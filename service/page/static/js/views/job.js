@@ -1,12 +1,10 @@
 /** One job: its state and what would help, its figures, its curves. What is below them comes after the first paint. */
 
-import { ask } from "../api.js";
 import { Curve } from "../curve.js";
 import { fill, h, mark, say } from "../dom.js";
 import { between, bytes, clock } from "../figures.js";
 import { age, count, duration, number } from "../format.js";
 import { badge, isOver, stateBadge } from "../levels.js";
-import { watch } from "../live.js";
 import { readJob } from "../measured.js";
 import { every, paced } from "../pace.js";
 import { Curves } from "./curves.js";
@@ -43,7 +41,7 @@ export async function show({ root, id, query, signal }) {
   const redraw = () => parts.forEach((part) => part.draw(shown));
   redraw();
 
-  const more = await import("./job-more.js");
+  const [more, { watch }] = await Promise.all([import("./job-more.js"), import("../live.js")]);
   if (signal.aborted) return;
   parts.push(...more.parts(shown, { memory, rest, query }));
   redraw();
@@ -132,7 +130,10 @@ function drawNotice(notice, { job }) {
 /** @param {Job} job @returns {[string, string]} */
 function reasons(job) {
   if (job.queue) return [`Number ${job.queue.position} in pool ${job.spec.resources.pool}: ${job.queue.why}`, ""];
-  if (job.state === "failed") return [`${job.reason?.replaceAll("_", " ")}: ${job.message ?? ""}`, job.hint ?? ""];
+  if (job.state === "failed") {
+    const hint = job.hint ?? "";
+    return [`${job.reason?.replaceAll("_", " ")}: ${job.message ?? ""}`, job.message?.includes(hint) ? "" : hint];
+  }
   if (job.state === "starting") return [`Attempt ${job.num_attempts} starts.`, "The bar below shows how far it is."];
   if (job.state === "cancelling") return ["It stops at the end of its step, and saves nothing more.", ""];
   return [job.message ?? "", job.hint ?? ""];
