@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -189,8 +190,9 @@ def test_nothing_is_left_of_a_server_of_its_own(tmp_path: Path, ended_by: signal
         for line in demo.stdout:
             shown += line
             if line.startswith("The server stays up"):
-                (url,) = re.findall("The jobs on the page: (http://[^/]+)/jobs/job_", shown)
-                with Client(url) as client:
+                (page,) = re.findall("The jobs on the page: (http://[^/]+/jobs/job_\\w+)", shown)
+                assert httpx.get(page).headers["content-type"].startswith("text/html")
+                with Client(page.partition("/jobs/")[0]) as client:
                     assert [job.state for job in client.jobs()] == [JobState.SUCCEEDED]
                 demo.send_signal(signal.SIGINT)
             # The second time the server is being stopped already.
