@@ -113,8 +113,8 @@ def _torch(*, has_gpu: bool) -> Check:
     """Ask torch itself, which takes seconds."""
     answer = _output([sys.executable, "-c", ASK_TORCH])
     if answer is None:
-        hint = "Run: python -c 'import torch'. It shows why; install torch again."
-        return Check(part="torch", standing="bad", found="cannot be imported", hint=hint)
+        change = "Run: python -c 'import torch'. It shows why; install torch again."
+        return Check(part="torch", standing="bad", found="cannot be imported", hint=change)
     told = json.loads(answer)
     build = f"built for CUDA {told['cuda']}" if told["cuda"] else "built for CPUs"
     devices = ", ".join(f"{name} ({major}.{minor})" for name, (major, minor) in told["devices"])

@@ -222,7 +222,8 @@ def test_the_commands_of_the_readme_run_in_order(served: Scratch) -> None:
     assert json.loads(over_http).get("state") == "queued", over_http
     assert json.loads(points)["object"] == "list"
     assert "job.succeeded" in events
-    (first,) = [job.id for job in Client(f"http://127.0.0.1:{served.port}").jobs(state="succeeded")][-1:]
+    with Client(f"http://127.0.0.1:{served.port}") as client:
+        (first,) = [job.id for job in client.jobs(state="succeeded")][-1:]
     for command in commands("docs/terminal.md"):
         served.run(command, first)
     assert list(served.folder.glob("octet-debug-*.tar.gz"))
