@@ -122,7 +122,7 @@ def served(folder: Path, **changes: Any) -> Iterator[Site]:
 
 @pytest.fixture
 def errors() -> list[str]:
-    """What went wrong in the browser. A test that provokes an error empties it."""
+    """Collect the errors of the browser. A test that provokes an error empties it."""
     return []
 
 

@@ -95,7 +95,7 @@ def begin(world: World, job_id: str, *, resumed_from_step: int = 0) -> Rank:
 
 
 def memory_of(level: str) -> MemoryBytes:
-    """What gpt-tiny holds at a level, about."""
+    """Return about the bytes that gpt-tiny holds at a level."""
     share = LEVELS[level].bytes_per_parameter / 16
     fp32 = {"weights": 3_435_520, "gradients": 3_435_520, "exp_avg": 3_435_520, "exp_avg_sq": 3_435_520}
     factors = {"weights": share, "gradients": share, "exp_avg": share**1.5, "exp_avg_sq": share}

@@ -35,7 +35,9 @@ def test_axe_has_nothing_to_say(page: "Page", site: Site, empty_site: Site, axe:
         page.route(re.compile(r"/v1/|/readyz"), refuse)
     page.goto(address(view, state, site, empty_site))
     page.wait_for_selector("main[aria-busy=false]")
-    page.wait_for_load_state("networkidle") if state == "error" else page.wait_for_timeout(500)
+    page.locator("[role=alert]" if state == "error" else "#theme[aria-label]").first.wait_for()
+    if state == "full" and view in {"jobs", "job", "compare", "cluster"}:
+        page.wait_for_selector("#connection[data-state=live]")
     page.evaluate(axe)
     found = []
     for theme in THEMES:

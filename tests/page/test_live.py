@@ -1,4 +1,4 @@
-"""What changes is shown: nine tabs on one stream, a server that is killed twenty times, an attempt that goes back."""
+"""Changes are shown: nine tabs on one stream, a server that is killed twenty times, an attempt that goes back."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""What a person sees and does: lists, filters, keys, one job, comparisons, submissions. Text is text, figures are the API's."""
+"""A person sees and does: lists, filters, keys, one job, comparisons, submissions. Text is text, figures are the API's."""
 
 import json
 import re
@@ -43,7 +43,7 @@ class Scripts:
 
 
 def test_the_list_and_a_chart_need_little_javascript(context: "BrowserContext", site: Site) -> None:
-    """What follows the first paint is counted out by holding it back."""
+    """Count what comes before the first paint; the rest is held back."""
     for path, selector, most, later in (
         ("/", ".row .name a", LIST_BYTES, r"/(shell|live|stream-worker|views/jobs-more)\.js$"),
         (f"/jobs/{site.jobs['running']}", ".legend b", JOB_BYTES, r"/(shell|live|actions|stream-worker|views/job-more)\.js$"),

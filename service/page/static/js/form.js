@@ -112,7 +112,10 @@ export class Form {
     }
   }
 
-  /** Show errors at their fields, and open what hides these. @param {{field: string, message: string, allowed: string}[]} errors */
+  /**
+   * Show errors at their fields, and open what hides these.
+   * @param {{field: string, message: string, allowed: string}[]} errors
+   */
   complain(errors) {
     for (const { input, note } of this.#fields.values()) {
       fill(note);
