@@ -11,6 +11,7 @@ if __name__ != "octet.worker":
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from octet.worker.fp8.stored import exact_state_dict
     from octet.worker.integrations import OctetArguments, carry_model_state, prepare_trainer
     from octet.worker.metrics.memory import memory_report
     from octet.worker.optim.average import AveragedModel
@@ -31,6 +32,7 @@ __all__ = [
     "OctetArguments",
     "carry_model_state",
     "compile_blocks",
+    "exact_state_dict",
     "export",
     "follow_optimizer",
     "fp8_statistics",
@@ -52,6 +54,7 @@ _HOME = {
     "OctetArguments": "octet.worker.integrations",
     "carry_model_state": "octet.worker.integrations",
     "compile_blocks": "octet.worker.prepare.blocks",
+    "exact_state_dict": "octet.worker.fp8.stored",
     "export": "octet.worker.pretrained",
     "follow_optimizer": "octet.worker.prepare.attach_health",
     "fp8_statistics": "octet.worker.prepare.attach_health",

@@ -16,6 +16,7 @@ from benchmarks.gpu.networks import BF16_AMP, FP16_AMP, O1, O2, O3_SPLIT, TE, St
 from benchmarks.gpu.predicted_loading import load
 from octet.api_schemas.models.gpt import gpt_sizes
 from octet.api_schemas.models.llama import llama_sizes
+from octet.worker.fp8.weight import stored
 from tests.kit.waiting import LONG_S
 
 ROOT = Path(__file__).parent.parent.parent
@@ -110,7 +111,7 @@ def test_a_moment_is_explained_by_class_and_by_origin() -> None:
             step()
     ((num_bytes, snapshot),) = seen
     assert snapshot.by_class.total() == num_bytes
-    assert snapshot.by_class["weights"] == sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+    assert snapshot.by_class["weights"] == sum(stored(parameter).untyped_storage().nbytes() for parameter in model.parameters())
     assert snapshot.by_class["activations"] > 0
     assert any("blocks.*.mlp" in origin for origin in snapshot.by_origin)
 

@@ -64,6 +64,7 @@ ELSEWHERE = {
     r"\.venv/bin/python examples/is_o2_safe/compare\.py .*": Elsewhere("tests/docs/test_tutorial.py", "compare.main()"),
     r"make fmt": Elsewhere("Makefile", "ruff format --check"),
     r"make snapshots": Elsewhere("tests/service/test_openapi.py", "OCTET_UPDATE_SNAPSHOTS"),
+    r"make pictures": Elsewhere("tests/page/pictures.py", "def main", "a browser, and minutes"),
     r"make dashboards": Elsewhere("tests/observability/test_live.py", "def test_a_panel_has_data"),
     r"make bench": Elsewhere("tests/docs/test_commands.py", "def test_the_cpu_benchmark_runs"),
     r"make chaos": Elsewhere("tests/e2e/test_chaos.py", "outcome = weather(plan, tmp_path)"),

@@ -815,6 +815,7 @@ def _become(parameter: Tensor, weight: Float8Weight) -> None:
     weight.requires_grad_(parameter.requires_grad)
     mark_as_parameter(weight)
     grad_dtype = parameter.grad_dtype if parameter.is_leaf else torch.float32
+    of_users = {name: value for name, value in vars(parameter).items() if name not in vars(weight)}
     try:
         torch.utils.swap_tensors(parameter, weight)
     except RuntimeError as error:
@@ -823,6 +824,7 @@ def _become(parameter: Tensor, weight: Float8Weight) -> None:
             "parameters that no autograd graph and no weak reference refers to. Delete the loss and outputs of earlier passes, "
             "or call it before the first pass."
         ) from error
+    vars(parameter).update(of_users)
     restore_hooks(parameter)
     if grad_dtype is None:
         parameter.grad_dtype = None

@@ -183,7 +183,7 @@ def normalize(
     *known_scale: Any,
 ) -> list[Tensor]:
     """Torch's norm of the rows of x in dtype; mean, of LayerNorm, and rstd, fp32 (..., 1); the amax of the output; codes."""
-    output, *statistics = normalize_rows(x, weight, bias, eps, is_layer_norm, dtype)
+    output, *statistics = normalize_rows(x.contiguous(), weight, bias, eps, is_layer_norm, dtype)
     return [output, *statistics, compute_amax(output, ScaleKind.TENSOR), *_codes_at_known_scale(output, *known_scale)]
 
 

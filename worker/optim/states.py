@@ -34,6 +34,7 @@ from octet.worker.optim.weights import (
     QuantizedWeight,
     SplitWeight,
     StoredWeight,
+    is_rounding,
     is_stale,
     link_master,
     new_master,
@@ -305,7 +306,9 @@ class OptimizerStates(torch.optim.Optimizer):
         if weight is not None and weight.needs_master:
             if "master_weights" in saved:
                 master = copy_parts(self._own_entries(parameter, saved["master_weights"]), parameter.device)
-                state["master_weights"] = link_master(weight, master)
+                state["master_weights"] = master
+                if weight.weight.state.wide is None and is_rounding(weight, master):
+                    link_master(weight, master)  # else what was loaded waits: the next step makes a master of it
             else:
                 state["master_weights"] = new_master(weight)
         if self.host_states is not None:

@@ -256,7 +256,10 @@ def master_of(weight: QuantizedWeight, values: Tensor, amax: Tensor, draw: Draw 
 
 
 def link_master(weight: QuantizedWeight, master: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Let a weight's values be those of its master from now on; what waited for it is released. Returns the master."""
+    """Let a weight's values be those of its master from now on; what waited for it is released. Returns the master.
+
+    For a master that was made of the weight, or saved with it.
+    """
     state = weight.weight.state
     state.wide, state.has_master, state.has_new_codes, state.master = None, True, False, master
     return master

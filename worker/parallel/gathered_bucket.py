@@ -55,7 +55,7 @@ class GatheredBucket:
         self._num_bytes = self._whole_RS.untyped_storage().nbytes()
         self._released = [_placeholder(stored(parameter)) for parameter in bucket.parameters]
         self._pending: Pending | None = None
-        self._is_bound, self._version = True, 0
+        self._is_bound, self.version_before = True, 0
         self.release()
 
     @property
@@ -68,7 +68,7 @@ class GatheredBucket:
         if not self.is_away:
             return
         self._whole_RS.untyped_storage().resize_(self._num_bytes)
-        self._version = version_of(self._whole_RS)  # autograd has saved codes, which are gathered again
+        self.version_before = version_of(self._whole_RS)  # autograd has saved codes, which are gathered again
         if self._sent_dtype == self.share_S.dtype:
             self._pending = self.axis.start_gather(self.share_S, self._whole_RS)
         else:
@@ -81,7 +81,7 @@ class GatheredBucket:
         gathered_RS, self._pending = self._pending.wait(), None
         if gathered_RS is not self._whole_RS:
             self._whole_RS.copy_(gathered_RS)
-        set_version(self._whole_RS, self._version)
+        set_version(self._whole_RS, self.version_before)
         self._is_bound = True
         for parameter, whole in zip(self.bucket.parameters, self._bound, strict=True):
             hold(parameter, whole)

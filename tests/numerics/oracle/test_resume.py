@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octet.api_schemas.levels import LEVELS
-from octet.worker import initialize
-from octet.worker.fp8.stored import exact_state_dict
+from octet.worker import exact_state_dict, initialize
 from tests.kit.ranks import run_ranks
 
 NUM_STEPS_BEFORE, NUM_STEPS_AFTER = 5, 3

@@ -115,15 +115,15 @@ VIEWS: dict[str, View] = {
 }
 
 FINISHED: dict[str, Write] = {
-    "copy_": lambda w, g: w.copy_(like(w, g)),
-    "copy_ of doubles": lambda w, g: w.copy_(like(w, g).double()),
     "fill_": lambda w, g: w.fill_(0.3),
     "fill_ of a tensor": lambda w, g: w.fill_(like(w, g).sum()),
     "zero_": lambda w, g: w.zero_(),
-    "[...] =": lambda w, g: w.__setitem__(Ellipsis, like(w, g)),
-    "_foreach_copy_": lambda w, g: torch._foreach_copy_([w], [like(w, g)]),
 }
 CHANGES: dict[str, Write] = {
+    "copy_": lambda w, g: w.copy_(like(w, g)),
+    "copy_ of doubles": lambda w, g: w.copy_(like(w, g).double()),
+    "[...] =": lambda w, g: w.__setitem__(Ellipsis, like(w, g)),
+    "_foreach_copy_": lambda w, g: torch._foreach_copy_([w], [like(w, g)]),
     "add_": lambda w, g: w.add_(like(w, g), alpha=0.01),
     "sub_": lambda w, g: w.sub_(like(w, g)),
     "mul_": lambda w, g: w.mul_(1 - 1e-5),
@@ -319,7 +319,7 @@ def test_a_slow_average_arrives(storage: str) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_perturbation_is_taken_back(storage: str) -> None:
-    """As SAM does, which climbs before each step and returns."""
+    """Climb and return, like SAM before each step."""
     weight, change = weight_of(storage), random(*SHAPE, seed=3, scale=0.01)
     before = weight.dequantize()
     for _ in range(100):
@@ -355,8 +355,8 @@ def test_values_that_are_assigned_are_those_that_the_next_step_begins_with(stora
     with torch.no_grad():
         model[0].weight.copy_(random(*SHAPE, seed=5))
     train(model, optimizer)
-    finer = "fp16" if storage == "e4m3+master" else storage
-    torch.testing.assert_close(model[0].weight + 0, rounded(random(*SHAPE, seed=5), finer), rtol=0, atol=0)
+    error = 2.0**-3 if storage == "e4m3" else 2.0**-10  # stochastically rounded, to either neighbour
+    torch.testing.assert_close(model[0].weight + 0, random(*SHAPE, seed=5), rtol=error, atol=1e-4)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda weight: pickle.loads(pickle.dumps(weight))])  # noqa: S301
@@ -367,7 +367,7 @@ def test_a_copy_holds_what_it_is_assigned(storage: str, copied: Callable[[Any], 
     before, other = weight.dequantize(), copied(weight)
     assert torch.equal(other + 0, before)
     other.copy_(random(*SHAPE, seed=5))
-    kept = random(*SHAPE, seed=5) if storage == "e4m3+master" else rounded(random(*SHAPE, seed=5), storage)
+    kept = random(*SHAPE, seed=5)
     assert torch.equal(other + 0, kept)
     other.mul_(0.5)
     assert torch.equal(other + 0, kept * 0.5)
@@ -487,7 +487,7 @@ def test_a_foreach_write_decodes_one_weight_at_a_time() -> None:
 
 @pytest.mark.parametrize("storage", LEVEL_OF)
 def test_writes_into_a_state_dict_arrive(storage: str) -> None:
-    """As in a plain model, whose entries are its parameters: timm's averages and others' are made by this."""
+    """Write entries like those of a plain model, which are its parameters: timm's averages and others' are made by this."""
     model, optimizer = layer_and_optimizer(storage)
     train(model, optimizer)
     weight = model[0].weight

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.fusion import fuse_linear_bn_eval
@@ -373,7 +372,6 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], Callable[[str], bool], str]
         lambda level: LEVELS[level].has_own_fp8,
         "setup_context",
     ),
-    "fully_shard": (fully_shard, lambda level: level in HOLDS_CODES, r"octet\.parallelize"),
     "double": (lambda model: model.double(), lambda _level: True, r"cannot be cast to torch\.float64"),
     "a second initialize": (lambda model: initialize(model, opt_level="O2"), lambda _level: True, "initialized already"),
 }

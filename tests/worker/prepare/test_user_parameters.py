@@ -1,4 +1,4 @@
-"""What people do with `model.parameters()`, at every level: each leaves what it leaves on a plain fp32 model.
+"""Do with `model.parameters()` what people do, at every level: each leaves what it leaves on a plain fp32 model.
 
 Weights begin as the same rounded values in both models, so what differs is rounding of the level's own: none of what is read,
 and of what is written that of its storage.

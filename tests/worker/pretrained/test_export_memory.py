@@ -14,6 +14,7 @@ from octet.worker import export, memory_report, plain_state_dict
 from octet.worker.checkpoint import load_folder
 from octet.worker.checkpoint.resume import resume
 from octet.worker.fp8 import weights
+from octet.worker.fp8.weight import stored
 from octet.worker.models import build_model
 from octet.worker.models.llama import Llama
 from octet.worker.optim import build_optimizer
@@ -54,7 +55,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_an_export_decodes_one_weight_at_a_time(build: Any, format: str, tmp_path: Path) -> None:
     model, optimizer = trained(build, "O3")
-    num_codes = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float8_e4m3fn)
+    num_codes = sum(parameter.numel() for parameter in model.parameters() if stored(parameter).dtype == torch.float8_e4m3fn)
     largest = 4 * max(parameter.numel() for parameter in model.parameters())
     peak = peak_bytes(lambda: export(model, optimizer, tmp_path / "out", format=format))
     assert 0 < peak <= NUM_TEMPORARIES * largest < 4 * num_codes
