@@ -183,7 +183,7 @@ def optimizer_hashes(*, fused: bool = False) -> dict[str, str]:
         for step in range(3):
             parameter.grad = Float8Gradient.quantize(uneven(48, 129, seed=10 + step), RoundingPosition(0, 0))
             optimizer.step()
-        held = [weight.codes, weight.dequant_scale, weight.amax, weight.residual]
+        held = [weight.codes, weight.dequant_scale, weight.values_amax, weight.residual]
         state = {key: part for key, part in optimizer.state[parameter].items() if key != "step"}
         found[name] = digest([*(part for part in held if part is not None), state])
     return found

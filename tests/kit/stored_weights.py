@@ -30,5 +30,5 @@ def values_of_codes(weight: Float8Weight) -> Tensor:
 
 def parts_of(weight: Float8Weight) -> list[Tensor]:
     """Return a weight's codes, scale, amax and residual, where it has one."""
-    parts = (weight.codes, weight.dequant_scale, weight.amax, weight.residual)
+    parts = (weight.codes, weight.dequant_scale, weight.values_amax, weight.residual)
     return [part for part in parts if part is not None]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octet.worker.fp8.weight import Float8Weight
+from octet.worker.fp8.weight import is_float8_weight
 
 Change = Callable[[Tensor], Tensor]
 """The argument of `nn.Module._apply`: makes the tensor that takes a tensor's place."""
@@ -54,7 +54,7 @@ def guard_casts(model: nn.Module, keep: Iterable[str] = ()) -> None:
 
 def check_cast(module: nn.Module, fn: Change) -> None:
     """Raise ValueError if `fn` gives a plain parameter of the module a dtype that no step could train."""
-    plain = (parameter for parameter in module.parameters() if type(parameter) is not Float8Weight)
+    plain = (parameter for parameter in module.parameters() if not is_float8_weight(parameter))
     kinds = {(parameter.dtype, parameter.device) for parameter in plain}
     for dtype, device in kinds:
         result = fn(torch.empty(0, dtype=dtype, device=device)).dtype

@@ -158,7 +158,7 @@ def carry_activations(model: nn.Module) -> int:
     for sequence in model.modules():
         if wrapper_of(sequence, SequenceForward) is not None:
             for layer, activation in pairwise(sequence._modules.values()):
-                if name_of_activation(activation) is not None:
+                if layer is not None and activation is not None and name_of_activation(activation) is not None:
                     _write_in_graph(before=(layer,))
     return len(found)
 

@@ -52,10 +52,10 @@ def _deliver(port: Tensor, parameter: nn.Parameter) -> None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
-    parameter.octet_has_delivery = True  # type: ignore[attr-defined]
+    parameter.octet_has_delivery = True
     for hook in hooks_after_accumulation(parameter):
         hook(parameter)
-    parameter.octet_has_delivery = False  # type: ignore[attr-defined]
+    parameter.octet_has_delivery = False
 
 
 def has_new_gradient(parameter: Tensor) -> bool:

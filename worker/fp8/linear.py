@@ -42,7 +42,7 @@ from octet.worker.fp8.plan import PLANNED_BY, HeldAs, LinearPlan, plan_of
 from octet.worker.fp8.recipe import E4M3, Recipe
 from octet.worker.fp8.rounding_position import RoundingPosition
 from octet.worker.fp8.stored import is_exact, read_weight, save_layer
-from octet.worker.fp8.weight import Float8Weight, hold_encoded
+from octet.worker.fp8.weight import Float8Weight, hold_encoded, is_float8_weight
 from octet.worker.fp8.weights import EncodedWeight
 from octet.worker.kernels import LinearFormats, Operand, ScaledCodes, ScaleKind
 from octet.worker.kernels.torch_private import in_shape
@@ -105,7 +105,7 @@ class Float8Linear(nn.Module):
     def forward(self, input: Tensor, *, takes_over_activation: bool = False) -> Tensor:
         """takes_over_activation: the input is that of `self.activation`, which is applied first."""
         plan: LinearPlan = self.plan
-        if plan.holds_codes and type(self.weight) is not Float8Weight:
+        if plan.holds_codes and not is_float8_weight(self.weight):
             plan = self.values_plan
         if not plan.high_precision:
             return self._multiplied(input, plan, takes_over_activation=takes_over_activation)
@@ -210,7 +210,7 @@ class Float8Linear(nn.Module):
         held: Any = weight
         if plan.held_as is HeldAs.GATHERED:  # a GatheredWeight of `gathered.py`
             return Operand(held.codes, held.dequant_scale, held.whole_amax)
-        return Operand(held.codes, held.dequant_scale, held.amax)
+        return Operand(held.codes, held.dequant_scale, held.values_amax)
 
     def half_weight(self, *, transposed: bool = False) -> Tensor:
         """The weight in bf16, (N, K), or transposed, (K, N)."""
@@ -220,7 +220,7 @@ class Float8Linear(nn.Module):
     @property
     def encoded(self) -> Float8Weight | None:
         """The weight, if it is held as codes."""
-        return self.weight if type(self.weight) is Float8Weight else None
+        return self.weight if is_float8_weight(self.weight) else None
 
     def hold_values(self) -> None:
         """Hold the weight as a plain parameter of fp32 values from now on, whose gradient is plain, too."""

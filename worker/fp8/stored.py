@@ -102,7 +102,7 @@ def save_layer(layer: Layer, save: Callable[..., None], destination: dict[str, A
         _name_parts(destination, prefix, weight, keep_vars=keep_vars)
     else:
         destination[prefix + "weight"] = weight if keep_vars else weight.entry()
-        note_in_metadata(destination, prefix, {_numbers(weight): torch.stack([weight.dequant_scale, weight.amax])})
+        note_in_metadata(destination, prefix, {_numbers(weight): torch.stack([weight.dequant_scale, weight.values_amax])})
         keep_in_metadata(destination, prefix, (_EXTRA_STATE,))
 
 
@@ -112,7 +112,7 @@ def _name_parts(destination: dict[str, Any], prefix: str, weight: Float8Weight, 
     del own[prefix + "weight"]
     destination[prefix + CODES] = weight.codes if keep_vars else weight.codes.detach()
     destination.update(own)
-    for name, part in zip(PARTS, (weight.dequant_scale, weight.amax, weight.residual), strict=True):
+    for name, part in zip(PARTS, (weight.dequant_scale, weight.values_amax, weight.residual), strict=True):
         if part is not None:
             destination[prefix + name] = part if keep_vars else part.detach()
     if weight.state.wide is not None:

@@ -1,7 +1,7 @@
 """A weight that is its values: an fp32 tensor for whoever looks at it, held as codes, a scale and what refines them.
 
-Our own products, optimizer, loaders and collectives take the parts: `codes`, `dequant_scale`, `amax`, `residual`. Any other op
-of torch reads decoded values; one that writes, into the weight or a view of it, has the result encoded again. Parts are changed
+Our own products, optimizer, loaders and collectives take the parts: `codes`, `dequant_scale`, `values_amax`, `residual`. Any
+other op of torch reads decoded values; one that writes, into the weight or a view of it, has the result encoded again. Parts are changed
 in place, so that captured graphs, compiled graphs and aliases stay valid.
 
 Loading, `fill_` and collectives round to nearest. Any other write also keeps its fp32 result, `state.wide`, until our
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ class Entry:
     """
 
     def __init__(self, weight: "Float8Weight", values: Tensor) -> None:
-        self.values, self.numbers = values.detach(), (weight.dequant_scale, weight.amax)
+        self.values, self.numbers = values.detach(), (weight.dequant_scale, weight.values_amax)
         self.versions = version_of(self.values), version_of(weight.state.codes)
         owner = weakref.ref(weight.state)
         self.reference = weakref.ref(values, lambda _: self._release(owner()))
@@ -139,13 +139,13 @@ class Entry:
 class Float8Weight(Tensor):
     """Codes in FP16 or E4M3 with a scale, seen by torch as an fp32 tensor of the same shape.
 
-    dequant_scale, amax: fp32 (); (E, 1, 1) for a stack of E weights (E, N, K) with a scale each. amax: of the values.
+    dequant_scale, values_amax: fp32 (); (E, 1, 1) for a stack of E weights (E, N, K) with a scale each.
     residual: INT8, refines E4M3 codes. `value = codes × dequant_scale`.
     """
 
     codes: Tensor
     dequant_scale: Tensor
-    amax: Tensor
+    values_amax: Tensor
     residual: Tensor | None
     state: WeightState
 
@@ -156,7 +156,7 @@ class Float8Weight(Tensor):
         cls,
         codes: Tensor,
         dequant_scale: Tensor,
-        amax: Tensor,
+        values_amax: Tensor,
         residual: Tensor | None = None,
         state: WeightState | None = None,
     ) -> "Float8Weight":
@@ -169,7 +169,7 @@ class Float8Weight(Tensor):
         self,
         codes: Tensor,
         dequant_scale: Tensor,
-        amax: Tensor,
+        values_amax: Tensor,
         residual: Tensor | None = None,
         state: WeightState | None = None,
     ) -> None:
@@ -178,7 +178,7 @@ class Float8Weight(Tensor):
             raise ValueError(f"a weight has codes of {codes.dtype}; allowed: float16, float8_e4m3fn.")
         if residual is not None and (codes.dtype != E4M3.dtype or residual.dtype != torch.int8):
             raise ValueError(f"a residual refines float8_e4m3fn codes by int8; got {codes.dtype} and {residual.dtype}.")
-        self.codes, self.dequant_scale, self.amax, self.residual = codes, dequant_scale, amax, residual
+        self.codes, self.dequant_scale, self.values_amax, self.residual = codes, dequant_scale, values_amax, residual
         self.state = WeightState(codes, residual) if state is None else state
         raise_for_raw_pointers(self)
 
@@ -239,7 +239,7 @@ class Float8Weight(Tensor):
 
     def tensors_by_class(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what lies in memory, by classes of `memory_report`. Whatever refines codes counts as a master weight."""
-        yield from (("weights", self.codes), ("scales", self.dequant_scale), ("other", self.amax))
+        yield from (("weights", self.codes), ("scales", self.dequant_scale), ("other", self.values_amax))
         master = self.state.master or {}
         for name, part in {"residual": self.residual, "wide": self.state.wide, **master}.items():
             if part is not None:
@@ -299,7 +299,7 @@ class Float8Weight(Tensor):
     # What torch asks of a tensor without going through an op ---------------------------------------------------------------
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """An alias that autograd does not see. Assigning values encodes them."""
         return self.detach()
 
@@ -350,7 +350,7 @@ class Float8Weight(Tensor):
         return bool(self.codes.is_shared())
 
     def __copy__(self) -> "Float8Weight":
-        return self._like_this(Float8Weight(self.codes, self.dequant_scale, self.amax, self.residual, self.state))
+        return self._like_this(Float8Weight(self.codes, self.dequant_scale, self.values_amax, self.residual, self.state))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:
@@ -363,8 +363,8 @@ class Float8Weight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self._is_all:
             return self.dequantize().__reduce_ex__(protocol)
-        parts = self._parts()
-        parts["codes"] = parts["codes"].contiguous().view(torch.uint8)  # pickle knows no float8
+        codes = self.codes.contiguous().view(torch.uint8)  # pickle knows no float8
+        parts = self._parts() | {"codes": codes}
         kept = {name: part for name, part in parts.items() if part is not None}
         return rebuild, (kept, self.codes.dtype, self._refinements(), self.requires_grad, is_parameter(self))
 
@@ -401,7 +401,8 @@ class Float8Weight(Tensor):
         return other
 
     def _parts(self) -> dict[str, Tensor | None]:
-        return {"codes": self.codes, "dequant_scale": self.dequant_scale, "amax": self.amax, "residual": self.residual}
+        names = ("codes", "dequant_scale", "values_amax", "residual")
+        return {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:  # type: ignore[override]
         name = "Parameter of Float8Weight" if is_parameter(self) else "Float8Weight"
@@ -415,7 +416,7 @@ class Float8Weight(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Tensor], _context: None, _size: Any, _stride: Any) -> "Float8Weight":
-        return Float8Weight(**parts)
+        return Float8Weight(parts["codes"], parts["dequant_scale"], parts["values_amax"], parts.get("residual"))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -428,7 +429,8 @@ def rebuild(
     parts: dict[str, Tensor], dtype: torch.dtype, refinements: dict[str, Any], requires_grad: bool, is_a_parameter: bool
 ) -> Float8Weight:
     """Make a weight of what was pickled."""
-    weight = Float8Weight(**{**parts, "codes": parts["codes"].view(dtype)})
+    numbers = parts["dequant_scale"], parts["values_amax"]
+    weight = Float8Weight(parts["codes"].view(dtype), *numbers, parts.get("residual"))
     weight._refine(refinements)
     weight.requires_grad_(requires_grad)
     if is_a_parameter:
@@ -437,6 +439,11 @@ def rebuild(
 
 
 torch.serialization.add_safe_globals([rebuild, Float8Weight])
+
+
+def is_float8_weight(tensor: object) -> TypeGuard[Float8Weight]:
+    """Return True for a weight that is held as codes."""
+    return type(tensor) is Float8Weight
 
 
 def stored(parameter: Tensor) -> Tensor:
@@ -457,7 +464,7 @@ def tensors_in_memory(model: nn.Module) -> Iterator[Tensor]:
     for parameter in model.parameters():
         yield stored(parameter)
     for parameter in model.parameters():
-        if type(parameter) is Float8Weight:
+        if is_float8_weight(parameter):
             yield from (part for name, part in parameter._parts().items() if part is not None and name != "codes")
     yield from model.buffers()
 
@@ -562,7 +569,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     residual = None if weight.residual is None else func(weight.residual, *rest, **kwargs)
 
     def made(codes: Tensor, residual: Tensor | None) -> Float8Weight:
-        return Float8Weight(codes, weight.dequant_scale, weight.amax, residual, weight.state)
+        return Float8Weight(codes, weight.dequant_scale, weight.values_amax, residual, weight.state)
 
     if isinstance(codes, Tensor):
         return correct_aliasing(func, args, kwargs, made(codes, residual))
@@ -642,7 +649,7 @@ def _encode_base(weight: Float8Weight, values: Tensor, *, is_finished: bool) -> 
 
 def _hold(weight: Float8Weight, encoded: EncodedWeight, wide: Tensor | None, *, is_assigned: bool) -> None:
     state = weight.state
-    parts = (state.codes, weight.dequant_scale, weight.amax, state.residual)
+    parts = (state.codes, weight.dequant_scale, weight.values_amax, state.residual)
     for part, new in zip(parts, encoded, strict=True):
         if part is not None:
             assert new is not None
@@ -711,7 +718,7 @@ def _is_list(args: tuple[Any, ...]) -> bool:
 
 
 def _alias(func: Any, weight: Float8Weight) -> Float8Weight:
-    made = Float8Weight(weight.codes, weight.dequant_scale, weight.amax, weight.residual, weight.state)
+    made = Float8Weight(weight.codes, weight.dequant_scale, weight.values_amax, weight.residual, weight.state)
     aliased: Float8Weight = correct_aliasing(func, (weight,), {}, made)
     return aliased
 

@@ -192,8 +192,7 @@ def normalize_rows(
 ) -> list[Tensor]:
     """Return torch's norm of the rows of x in dtype; mean, of LayerNorm, and rstd, fp32 (..., 1)."""
     wide = norm_dtype(x, weight, dtype)
-    x, weight, bias = (None if part is None else part.to(wide) for part in (x, weight, bias))
-    assert x is not None
+    x, weight, bias = x.to(wide), *(None if part is None else part.to(wide) for part in (weight, bias))
     if is_layer_norm:
         output, *statistics = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
     else:

@@ -16,7 +16,7 @@ from octet.worker.fp8.bf16 import HalfLinear
 from octet.worker.fp8.layout import layout_of
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.stored import drop_history
-from octet.worker.fp8.weight import Float8Weight
+from octet.worker.fp8.weight import is_float8_weight
 
 
 class AveragedModel(swa_utils.AveragedModel):
@@ -93,4 +93,4 @@ class AveragedModel(swa_utils.AveragedModel):
 def _values(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
     """A function for each parameter, in their order, that returns its values."""
     for parameter in model.parameters():
-        yield parameter.dequantize if type(parameter) is Float8Weight else parameter.detach
+        yield parameter.dequantize if is_float8_weight(parameter) else parameter.detach

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octet.worker.common.deferred import sliceable
-from octet.worker.fp8.weight import Float8Weight, stored
+from octet.worker.fp8.weight import is_float8_weight, stored
 from octet.worker.mesh import Cut, SavedStates
 from octet.worker.optim.codecs import CODECS, select_entries, zeros
 from octet.worker.optim.optimizer import LowBitOptimizer
@@ -105,7 +105,7 @@ def _hold_shard(optimizer: LowBitOptimizer, whole: nn.Parameter, shard: nn.Param
         optimizer.state.pop(whole, None)
         return
     state = optimizer.state.get(whole)
-    weight = QuantizedWeight(shard) if type(shard) is Float8Weight else None
+    weight = QuantizedWeight(shard) if is_float8_weight(shard) else None
     origin = optimizer.origins[whole]._replace(num_elements=shard.numel(), shard=rank, num_shards=cut.num_shards)
     optimizer.hold(shard, whole, origin, weight, None)
     if state:

@@ -53,7 +53,7 @@ class QuantizedWeight:
 
     @property
     def amax(self) -> Tensor:
-        return self.weight.amax
+        return self.weight.values_amax
 
     @property
     def residual(self) -> Tensor | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octet.worker.common.deferred import is_deferred
-from octet.worker.fp8.weight import Float8Weight, hold, stored
+from octet.worker.fp8.weight import hold, is_float8_weight, stored
 from octet.worker.kernels.torch_private import key_of_storage, set_version, version_of
 from octet.worker.mesh import Axis, Pending
 from octet.worker.optim import QuantizedWeight
@@ -45,7 +45,7 @@ class GatheredBucket:
         assert bucket.pieces is not None
         for index, parameter in enumerate(bucket.parameters):
             bucket.pieces[parameter].data = self.share_S[:0]
-            if type(parameter) is Float8Weight:
+            if is_float8_weight(parameter):
                 parameter.state.after_write = partial(_keep, ref(self), index)
         for piece in bucket.own:
             bucket.pieces[bucket.parameters[piece.index]].data = self.share_S[piece.in_share]

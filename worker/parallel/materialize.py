@@ -116,7 +116,7 @@ class _Fill:
         has_residual = parameter.residual is not None or own_residual is not None
         encoded = encode_values(encoded_part, parameter.codes.dtype, has_residual=has_residual, amax=amax)
         parameter.dequant_scale.copy_(encoded.dequant_scale)
-        parameter.amax.copy_(amax)
+        parameter.values_amax.copy_(amax)
         self._put(parameter, encoded.codes, is_piece=not is_whole)
         if parameter.residual is not None:
             assert encoded.residual is not None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.rounding_position import RoundingPosition
-from octet.worker.fp8.weight import Float8Weight
+from octet.worker.fp8.weight import Float8Weight, is_float8_weight
 from octet.worker.mesh import Axes, Axis, Cut, SavedStates, TensorInPieces
 from octet.worker.mesh.saved import changed
 from octet.worker.models.model import Part, TensorRole, TrainedModel
@@ -203,7 +203,7 @@ def cut_model(
     hold_shards(optimizer, new, cuts, axis.rank)
     shards.cuts = {new[whole]: cut for whole, cut in cuts.items()}
     for shard in shards.cuts:
-        if type(shard) is Float8Weight:
+        if is_float8_weight(shard):
             shard.state.reduce_amax = axis.max_
     _share_rounding(model, shards)
     if isinstance(model, TrainedModel) and "head" in roles.values():
@@ -213,9 +213,9 @@ def cut_model(
 
 def _shard(whole: nn.Parameter, cut: Cut, rank: int) -> nn.Parameter:
     """A rank's shard as a parameter of its own: autograd remembers the shape of one that it has seen."""
-    if type(whole) is Float8Weight:
+    if is_float8_weight(whole):
         residual = None if whole.residual is None else cut.shard(whole.residual, rank)
-        numbers = whole.dequant_scale.clone(), whole.amax.clone()
+        numbers = whole.dequant_scale.clone(), whole.values_amax.clone()
         values: Tensor = Float8Weight(cut.shard(whole.codes, rank), *numbers, residual)
     else:
         values = cut.shard(whole.detach(), rank)

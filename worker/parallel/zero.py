@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.stored import exact_state_dict
-from octet.worker.fp8.weight import Float8Weight, stored
+from octet.worker.fp8.weight import Float8Weight, is_float8_weight, stored
 from octet.worker.fp8.weights import decode_values
 from octet.worker.kernels.formats import BLOCK
 from octet.worker.mesh import Axis, Pending, TensorInPieces
@@ -104,12 +104,12 @@ class ShardedStates:
             for index, parameter in enumerate(bucket.parameters)
             if self._pieces[parameter] in optimizer.quantized
         ]
-        self._places = {
+        self._places: dict[Tensor, tuple[Bucket, int]] = {
             parameter: (bucket, index) for bucket in gradients.buckets for index, parameter in enumerate(bucket.parameters)
         }
         read = _Read(self)
         for parameter in elements:
-            if type(parameter) is Float8Weight:
+            if is_float8_weight(parameter):
                 parameter.state.read_whole = read
         self._is_owned: Tensor | None = None  # of each quantized weight; made once, since making it waits for the device
         self._keeps_pieces = False
@@ -134,7 +134,7 @@ class ShardedStates:
     @torch.no_grad()
     def values(self, parameter: Tensor) -> Tensor:
         """Return all values of a parameter, as precisely as the ranks hold them. All ranks call it together."""
-        if parameter not in self._pieces or (type(parameter) is Float8Weight and parameter.state.wide is not None):
+        if parameter not in self._pieces or (is_float8_weight(parameter) and parameter.state.wide is not None):
             return OwnParameters().values(parameter)
         piece, is_gathered = self._pieces[parameter], self._is_whole(parameter)
         weight = self.optimizer.quantized.get(piece)
@@ -149,7 +149,7 @@ class ShardedStates:
         if is_gathered:
             return OwnParameters().values(parameter)
         joined = self._joined(parameter, piece.detach())
-        if type(parameter) is not Float8Weight:
+        if not is_float8_weight(parameter):
             return joined
         return decode_values(joined, parameter.dequant_scale, parameter.residual, torch.float32)
 
@@ -223,7 +223,7 @@ class ShardedStates:
             if isinstance(held, Tensor):
                 is_shared = held in places
                 model[name] = self._described(*places[held], held) if is_shared else held.detach()
-        residuals = {residual.weight.weight: residual.describe_piece() for residual in self._residuals}
+        residuals: dict[Tensor, Any] = {residual.weight.weight: residual.describe_piece() for residual in self._residuals}
         for name, layer in self.gradients.model.named_modules(remove_duplicate=False):
             if isinstance(layer, Float8Linear) and residuals.get(layer.weight) is not None:
                 model[f"{name}.weight_residual".removeprefix(".")] = residuals[layer.weight]

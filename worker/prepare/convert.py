@@ -26,7 +26,7 @@ from octet.worker.fp8.rounding_position import RoundingPosition
 from octet.worker.fp8.sequence import take_over_activations
 from octet.worker.fp8.speedups import DEFAULT_TOKENS, Chip
 from octet.worker.fp8.torchao_linear import torchao_converter
-from octet.worker.fp8.weight import Float8Weight
+from octet.worker.fp8.weight import is_float8_weight
 from octet.worker.fp8.weights import encode_weight
 
 MIN_COMPUTE_CAPABILITY = (8, 9)
@@ -160,7 +160,7 @@ def _float8_converter(precision: PrecisionSpec, seed: int) -> Callable[[nn.Linea
 def _let_values_wait(originals: dict[nn.Parameter, Tensor]) -> None:
     """Keep the fp32 values of weights that need a master until the optimizer has made it."""
     for weight, values in originals.items():
-        if type(weight) is Float8Weight:
+        if is_float8_weight(weight):
             weight.state.wide, weight.state.is_assigned = values, True
 
 

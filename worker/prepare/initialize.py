@@ -29,7 +29,7 @@ from octet.worker.fp8.norm_forward import carry_norms
 from octet.worker.fp8.norms import replace_norms
 from octet.worker.fp8.recipe_kwargs import is_recipe_kwargs, precision_of
 from octet.worker.fp8.speedups import DEFAULT_TOKENS
-from octet.worker.fp8.weight import Float8Weight
+from octet.worker.fp8.weight import is_float8_weight
 from octet.worker.metrics.memory import memory_report
 from octet.worker.optim import REPRESENTABLE, LowBitOptimizer, adopt, make_by_name, take_over
 from octet.worker.prepare.attach_health import attach_health, attach_loss_scaling
@@ -182,7 +182,7 @@ def _adopt(
         adopted = adopt(optimizer, precision.storage, seed=seed)
         optimizer = take_over(optimizer, adopted)
     for parameter in conversion.model.parameters():  # masters exist now; a layer that is not trained, or not yet, has none
-        if type(parameter) is Float8Weight:
+        if is_float8_weight(parameter):
             parameter.state.wide = None
     return optimizer
 

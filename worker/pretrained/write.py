@@ -12,7 +12,7 @@ from octet.worker.fp8.bf16 import HalfLinear
 from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.recipe import E4M3
-from octet.worker.fp8.weight import Float8Weight
+from octet.worker.fp8.weight import is_float8_weight
 from octet.worker.models.wrapped import WrappedModel
 from octet.worker.prepare.export_state_dict import join, plain_tensors, reader_of
 from octet.worker.pretrained import folder as shards
@@ -118,7 +118,7 @@ def _in_fp8(model: nn.Module, strategy: str, layout: Layout) -> Tensors:
 def _compressed(model: nn.Module, name: str, strategy: str, layout: Layout) -> CompressedWeight:
     weight_name = join(name, "weight")
     weight, reader = model.get_parameter(weight_name), reader_of(model)
-    if type(weight) is Float8Weight and weight.codes.dtype == E4M3 and strategy == "tensor":
+    if is_float8_weight(weight) and weight.codes.dtype == E4M3 and strategy == "tensor":
         codes = layout.to_file(weight_name, reader.codes(weight).view(torch.uint8)).view(E4M3)
         return CompressedWeight(codes, weight.dequant_scale.detach().reshape(1))
     return compress(layout.to_file(weight_name, reader.values(weight).float()), strategy)

@@ -196,7 +196,7 @@ def test_codes_are_quantized_by_the_amax_that_the_optimizer_keeps(product: str) 
         output_TN = layer(input_TK)
         output_TN.backward(random_values(32, 32, seed=2))
         found.append(output_TN.detach() if product == "output" else input_TK.grad)
-        layer.encoded.amax *= 2.0**20
+        layer.encoded.values_amax *= 2.0**20
     assert found[0].count_nonzero() > found[0].numel() // 2
     assert not (found[1] - (layer.bias if product == "output" else 0)).any()
 

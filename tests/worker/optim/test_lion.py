@@ -93,7 +93,7 @@ class TestStoredWeight:
             for parameter, stepped in ((weight, optimizer), (wide, reference)):
                 step_through(parameter, stepped, [gaussian(16, 256, seed=seed) + 0.02])
             largest = float(wide.detach().abs().amax())
-            assert float(weight.amax) == pytest.approx(largest, rel=1e-2)
+            assert float(weight.values_amax) == pytest.approx(largest, rel=1e-2)
             assert largest / float(weight.dequant_scale) <= (65504 if kind == "fp16" else 448), f"step {seed} saturated"
         torch.testing.assert_close(weight.dequantize(), wide.detach(), rtol=5e-3, atol=1e-3)
 

@@ -1,4 +1,4 @@
-"""What people do to models, at every level: each gives what it gives on a plain fp32 model, within the level's error.
+"""Do to models what people do, at every level: each gives what it gives on a plain fp32 model, within the level's error.
 
 What cannot be done is refused and changes nothing. `torch.compile` is in test_torch_machinery.py; here it would take a minute.
 """
