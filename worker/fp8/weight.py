@@ -1,8 +1,8 @@
 """A weight that is its values: an fp32 tensor for whoever looks at it, held as codes, a scale and what refines them.
 
 Our own products, optimizer, loaders and collectives take the parts: `codes`, `dequant_scale`, `values_amax`, `residual`. Any
-other op of torch reads decoded values; one that writes, into the weight or a view of it, has the result encoded again. Parts are changed
-in place, so that captured graphs, compiled graphs and aliases stay valid.
+other op of torch reads decoded values; one that writes, into the weight or a view of it, has the result encoded again. Parts
+are changed in place, so that captured graphs, compiled graphs and aliases stay valid.
 
 Loading, `fill_` and collectives round to nearest. Any other write also keeps its fp32 result, `state.wide`, until our
 optimizer's next step rounds it stochastically: to nearest, small changes are lost, all 200 of an average that is made by
