@@ -41,7 +41,18 @@ CASES: tuple[tuple[str, dict[str, object]], ...] = (
 NUM_LAYERS = (4, 24)
 OPTIMIZER_LEVELS = tuple(name for name, level in LEVELS.items() if level.has_own_fp8)
 NO_LAUNCH = frozenset(
-    ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "detach_", "_unsafe_view", "alias")
+    (
+        "empty",
+        "empty_strided",
+        "empty_like",
+        "new_empty",
+        "new_empty_strided",
+        "detach",
+        "detach_",
+        "_unsafe_view",
+        "resize_",
+        "alias",
+    )
 ) | {"device", "_record_function_enter_new", "_record_function_exit"}
 
 

@@ -30,7 +30,14 @@ TESTER = re.compile(r" \(\[Test\]\([^)]*\)\)")
 """A link of jsonschema2md to a tester of regular expressions on somebody's site."""
 
 LIBRARY = {
-    "A model at a level": ("initialize", "memory_report", "plain_state_dict", "fp8_statistics", "follow_optimizer"),
+    "A model at a level": (
+        "initialize",
+        "memory_report",
+        "plain_state_dict",
+        "exact_state_dict",
+        "fp8_statistics",
+        "follow_optimizer",
+    ),
     "Several ranks": ("parallelize",),
     "Less memory": (
         "fuse_loss",

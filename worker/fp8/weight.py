@@ -9,6 +9,7 @@ optimizer's next step rounds it stochastically: to nearest, small changes are lo
 `mine.copy_(0.999 * mine + 0.001 * theirs)`. Readers see `wide` while it is there; `settle` drops it.
 """
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from octet.worker.kernels.torch_private import (
     raise_for_raw_pointers,
     restore_hooks,
     schema_of,
+    swap_tensors,
     tree_leaves,
     tree_map,
     tree_map_only,
@@ -130,8 +132,8 @@ class Entry:
                 _encode_base(weight, self.values.clone(), is_finished=False)
             self.versions = self.versions[0], version_of(state.codes)
 
-    def _release(self, state: WeightState | None) -> None:
-        if state is not None and self in state.entries:
+    def _release(self, state: WeightState | None, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if state is not None and self in state.entries and not is_ending():
             state.entries.remove(self)
             self.take_back(state)
 
@@ -824,11 +826,11 @@ def _become(parameter: Tensor, weight: Float8Weight) -> None:
     grad_dtype = parameter.grad_dtype if parameter.is_leaf else torch.float32
     of_users = {name: value for name, value in vars(parameter).items() if name not in vars(weight)}
     try:
-        torch.utils.swap_tensors(parameter, weight)
+        swap_tensors(parameter, weight)
     except RuntimeError as error:
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} cannot become a weight of codes, or move: {error}; allowed: "
-            "parameters that no autograd graph and no weak reference refers to. Delete the loss and outputs of earlier passes, "
+            "parameters that no autograd graph refers to. Delete the loss and outputs of earlier passes, "
             "or call it before the first pass."
         ) from error
     vars(parameter).update(of_users)

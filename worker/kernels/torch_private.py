@@ -56,6 +56,21 @@ def mark_as_parameter(tensor: Tensor) -> None:
     tensor._is_param = True
 
 
+def swap_tensors(tensor: Tensor, other: Tensor) -> None:
+    """Let two Python tensors exchange what they are, as `torch.utils.swap_tensors`, also where weak references exist.
+
+    Fake tensors and caches keep those to the Python object, which stays. Raises RuntimeError if an autograd graph refers to one.
+    """
+    for each in (tensor, other):
+        if each._use_count() > 1:
+            raise RuntimeError("an autograd graph refers to it")
+    for name in ("__class__", "__dict__"):
+        mine, theirs = getattr(tensor, name), getattr(other, name)
+        setattr(tensor, name, theirs)
+        setattr(other, name, mine)
+    torch._C._swap_tensor_impl(tensor, other)
+
+
 def restore_hooks(tensor: Tensor) -> None:
     """Let autograd call a tensor's hooks again, after `swap_tensors`: the Python object has kept them, autograd has not."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
