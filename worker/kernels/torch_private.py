@@ -59,7 +59,8 @@ def mark_as_parameter(tensor: Tensor) -> None:
 def swap_tensors(tensor: Tensor, other: Tensor) -> None:
     """Let two Python tensors exchange what they are, as `torch.utils.swap_tensors`, also where weak references exist.
 
-    Fake tensors and caches keep those to the Python object, which stays. Raises RuntimeError if an autograd graph refers to one.
+    Fake tensors and caches keep those to the Python object, which stays. Raises RuntimeError if an autograd graph refers
+    to one.
     """
     for each in (tensor, other):
         if each._use_count() > 1:
