@@ -1,4 +1,4 @@
-"""What is read of a model that ranks divide is the whole, at the precision that the ranks hold together."""
+"""Read a model that ranks divide: the result is the whole, at the precision that the ranks hold together."""
 
 from pathlib import Path
 from typing import Any
