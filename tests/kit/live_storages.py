@@ -8,11 +8,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from octet.worker.fp8.weight import stored
+
 
 class LiveStorages(TorchDispatchMode):
     """The bytes of all storages that ops have made inside the context, but those on `meta`: now, and at most.
 
-    A storage that is emptied and filled counts what it has at the moment.
+    A storage that is emptied and filled counts what it has at the moment. Of a weight of codes its codes count: the storage
+    that it shows has no memory.
     """
 
     def __init__(self) -> None:
@@ -35,7 +38,7 @@ class LiveStorages(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-                self._note(tensor.untyped_storage())
+                self._note(stored(tensor).untyped_storage())
         return result
 
     def _resized(self, storage: torch.UntypedStorage, size: int) -> Any:

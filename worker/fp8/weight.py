@@ -215,7 +215,8 @@ class Float8Weight(Tensor):
         """Return the fp32 values, in memory of their own."""
         self.state.take_back()
         values = _values(self)
-        return values.clone() if values is self.state.wide or values._base is not None else values
+        is_own = self.state.wide is None and values.untyped_storage().nbytes() == values.nbytes
+        return values if is_own else values.clone()
 
     @torch.no_grad()
     def assign(self, values: Tensor, dequant_scale: Tensor | None = None, amax: Tensor | None = None) -> None:

@@ -32,9 +32,15 @@ def plain_tensors(
     """Yield the names and tensors of `plain_state_dict`; a weight is decoded, or gathered, when its turn comes."""
     reader = reader_of(model)
     for name, held in held_names(model).items():
-        if name not in leave_out:
-            values = reader.values(held) if isinstance(held, nn.Parameter) else held.detach()
-            yield name, values.to(dtype) if type(held) is Float8Weight else values
+        if name in leave_out:
+            continue
+        if not isinstance(held, nn.Parameter):
+            yield name, held.detach()
+        # No variable holds the values while the next are decoded.
+        elif type(held) is Float8Weight:
+            yield name, reader.values(held).to(dtype)
+        else:
+            yield name, reader.values(held)
 
 
 def held_names(model: nn.Module) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from octet.api_schemas.models import families_with
 from octet.worker.checkpoint import BadCheckpoint, load_folder
 from octet.worker.checkpoint.resume import load_model, names_by_key
 from octet.worker.common.errors import RankError
+from octet.worker.fp8.weight import is_float8_weight
 from octet.worker.models import build_model
 from octet.worker.models.huggingface import build_without_values
 from octet.worker.models.meta import parameters_on_meta
@@ -63,9 +64,9 @@ def export_model(state: dict[str, Any], options: argparse.Namespace) -> None:
             "the model is of family python, which has no form in transformers and whose code is not run here; allowed: other "
             "families. Read the checkpoint's tensors.safetensors."
         )
-    model, optimizer = averaged(state, *trained(state))
+    model = averaged(state, trained(state))
     plain_dtype, format = PLAIN_DTYPES[options.plain_dtype], options.format or "bf16"
-    export(model, optimizer, options.out, format=format, strategy=options.strategy, plain_dtype=plain_dtype)
+    export(model, None, options.out, format=format, strategy=options.strategy, plain_dtype=plain_dtype)
     copy_tokenizer(state["job"]["model"], options.out)
 
 
@@ -81,8 +82,8 @@ def export_adapters(state: dict[str, Any], options: argparse.Namespace) -> None:
     copy_tokenizer(state["job"]["model"], options.out)
 
 
-def trained(state: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Build the model of a checkpoint on the CPU, and an optimizer that has its master weights and nothing else.
+def trained(state: dict[str, Any]) -> nn.Module:
+    """Build the model of a checkpoint on the CPU, with its master weights.
 
     No fp32 copy of the model exists: it is built on `meta`, and each layer has zeros until the level's form of it is loaded.
     ValueError for a checkpoint that does not name its job.
@@ -102,11 +103,11 @@ def trained(state: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = prepare(network, None, precision, seed=job["seed"], source=zeros).model
     zeros.finish(model, optimizer)
     load_model(model, optimizer, state["model"], state["optimizer"])
-    masters = torch.optim.Optimizer(model.parameters(), {})
     for name, key in names_by_key(model, optimizer, state["optimizer"]).items():
-        if (master := state["optimizer"]["state"].get(key, {}).get("master_weights")) is not None:
-            masters.state[model.get_parameter(name)] = {"master_weights": master}
-    return model, masters
+        weight = model.get_parameter(name)
+        if is_float8_weight(weight):
+            weight.state.master = state["optimizer"]["state"].get(key, {}).get("master_weights")
+    return model
 
 
 class Zeros:
@@ -133,15 +134,13 @@ class Zeros:
             group["params"] = [self._given.get(parameter, parameter) for parameter in group["params"]]
 
 
-def averaged(
-    state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Return the moving average of the weights where the checkpoint has one, which needs no optimizer, else the two."""
+def averaged(state: dict[str, Any], model: nn.Module) -> nn.Module:
+    """Return the moving average of the weights where the checkpoint has one, else the model."""
     if not state.get("average"):
-        return model, optimizer
+        return model
     average = AveragedModel(model)
     average.load_state_dict(state["average"])
-    return average.module, None
+    return average.module
 
 
 def copy_tokenizer(model: dict[str, Any], folder: Path) -> None:

@@ -89,7 +89,8 @@ def test_a_job_with_every_option_learns_resumes_and_evaluates_the_average(
     assert whole.losses()[-1] < whole.losses()[0] - 0.3
     assert trainer.progress.memory_bytes["other"] >= 4 * summary.num_parameters
     assert torch.equal(next(average.parameters()), next(again.job.average.best(again.model).parameters()))
-    exported, _ = averaged(load_folder(tmp_path / "checkpoints" / whole.checkpoints()[0].name), *_trained(tmp_path, whole))
+    state = load_folder(tmp_path / "checkpoints" / whole.checkpoints()[0].name)
+    exported = averaged(state, trained(state))
     for name, value in average.state_dict().items():
         assert torch.equal(exported.state_dict()[name], value), name
 
@@ -111,7 +112,3 @@ def test_an_average_continues_at_another_level(spec_document: dict[str, Any], le
         expected = 0.6 * averages[0][name] + 0.4 * values[name].float()
         assert not torch.equal(averages[0][name], values[name])
         torch.testing.assert_close(averages[1][name], expected, rtol=1e-5, atol=1e-6)
-
-
-def _trained(folder: Path, recorder: Recorder) -> tuple[nn.Module, torch.optim.Optimizer]:
-    return trained(load_folder(folder / "checkpoints" / recorder.checkpoints()[0].name))

@@ -15,6 +15,7 @@ from octet.worker import checkpoint, initialize, memory_report
 from octet.worker.checkpoint.resume import resume
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.fp8.stored import exact_state_dict
+from octet.worker.fp8.weight import stored
 from octet.worker.mesh import Axis, Mesh
 from octet.worker.mesh.axes import Axes
 from octet.worker.parallel import Parallel
@@ -87,13 +88,13 @@ def in_a_pass(axis: Axis) -> Result:
     """
     parallel = prepared(axis, "O3")
     weight = parallel.model.blocks[0].up.weight
-    held = {"before": weight.untyped_storage().nbytes()}
-    parallel.model.blocks[0].up.register_forward_hook(lambda *_: held.update(inside=weight.untyped_storage().nbytes()))
+    held = {"before": stored(weight).untyped_storage().nbytes()}
+    parallel.model.blocks[0].up.register_forward_hook(lambda *_: held.update(inside=stored(weight).untyped_storage().nbytes()))
     loss = loss_of(parallel.model, axis.rank, 0, 0)
-    held["between"] = weight.untyped_storage().nbytes()
+    held["between"] = stored(weight).untyped_storage().nbytes()
     axis.sent_bytes.clear()
     loss.backward()
-    held["after"] = weight.untyped_storage().nbytes()
+    held["after"] = stored(weight).untyped_storage().nbytes()
     gathered = axis.sent_bytes["gather", "float8_e4m3fn"]
     parallel.synchronize()
     parallel.optimizer.step()

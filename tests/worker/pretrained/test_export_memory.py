@@ -33,6 +33,8 @@ NUM_PARAMETERS = 12 * (4 * 128 * 128 + 3 * LARGEST)
 """Parameters of the layers that are held as codes."""
 NUM_TEMPORARIES = 1.25
 """Tensors of the largest weight in fp32 that an export holds at a time: its values, and pieces of others."""
+CAST = 0.5
+"""The largest weight in 16 bits, beside its values in fp32."""
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def test_an_export_decodes_one_weight_at_a_time(build: Any, format: str, tmp_pat
     num_codes = sum(parameter.numel() for parameter in model.parameters() if stored(parameter).dtype == torch.float8_e4m3fn)
     largest = 4 * max(parameter.numel() for parameter in model.parameters())
     peak = peak_bytes(lambda: export(model, optimizer, tmp_path / "out", format=format))
-    assert 0 < peak <= NUM_TEMPORARIES * largest < 4 * num_codes
+    assert 0 < peak <= (NUM_TEMPORARIES + (CAST if format == "bf16" else 0)) * largest < 4 * num_codes
     values = plain_state_dict(model, optimizer)
     if format == "fp32":
         loaded = from_pretrained(tmp_path / "out").state_dict()
@@ -77,13 +79,14 @@ def test_a_checkpoint_is_exported_without_a_copy_in_fp32(tmp_path: Path, spec_do
     state = load_folder(checkpoint)  # mapped from the checkpoint's files
     options = Namespace(merge=False, format="fp32", plain_dtype="bf16", strategy=None, out=out)
     peak = peak_bytes(lambda: export_model(state, options))
-    model, optimizer = of_checkpoint(state)
+    model = of_checkpoint(state)
     assert isinstance(model, Llama)
-    held = sum(memory_report(model, None).values())  # codes, embedding and head, amaxes; masters are mapped
+    report = memory_report(model, None)
+    held = sum(report.values()) - report["master_weights"]  # codes, embedding and head, amaxes; masters are mapped
     temporaries = (peak - held) / (4 * LARGEST)
     assert 0 < temporaries <= NUM_TEMPORARIES
     assert peak < 2 * NUM_PARAMETERS
-    expected, found = resumed(state), plain_state_dict(model, optimizer)
+    expected, found = resumed(state), plain_state_dict(model)
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     written = {name: tensor for path in out.glob("*.safetensors") for name, tensor in load_file(path).items()}

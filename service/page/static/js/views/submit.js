@@ -142,6 +142,7 @@ class Submission {
   }
 
   #soon() {
+    this.#version++; // an answer to what was here before does not count
     this.button.disabled = true;
     clearTimeout(this.#waiting);
     this.#waiting = setTimeout(() => this.#check(), PAUSE_MS);
@@ -149,7 +150,7 @@ class Submission {
 
   /** Let the service check the document as a submission would be. */
   async #check() {
-    const version = ++this.#version;
+    const version = this.#version;
     try {
       const valid = await send("/v1/jobs/validate", this.document, { signal: this.signal });
       if (version !== this.#version) return;
