@@ -44,7 +44,9 @@ def hold_codes_in_shard(weight: Float8Weight, shard: Any) -> None:
             "initialize(model, None, ...), then fully_shard, then make the optimizer, then follow_optimizer(model, optimizer)."
         )
     if weight.codes.is_meta or weight.dequant_scale.dim():
-        raise ValueError(f"{name} on {weight.device}, scales {tuple(weight.dequant_scale.shape)}; allowed: one scale, in memory.")
+        raise ValueError(
+            f"{name} on {weight.device}, scales {tuple(weight.dequant_scale.shape)}; allowed: one scale, in memory."
+        )
     axis = axis_of(shard)
     values = local_of(shard)
     num_rows, padded_rows, first = len(values), -(-len(weight) // axis.size), first_of_local(shard)[0]
@@ -100,3 +102,9 @@ def values_of_shard(shard: Any) -> Tensor:
     """Return a DTensor of plain fp32 values for one of codes; another DTensor itself, detached."""
     local = local_of(shard)
     return like_shard(shard, local.dequantize()) if type(local) is Float8Weight else shard.detach()
+
+
+def whole_values(shard: Any) -> Tensor:
+    """Return the values of a whole DTensor. All ranks call it together."""
+    whole: Tensor = values_of_shard(shard).full_tensor()  # type: ignore[attr-defined]
+    return whole

@@ -297,7 +297,6 @@ def keeping_versions(tensors: tuple[Tensor, ...]) -> AbstractContextManager[None
     return context
 
 
-
 def flight_recorder_dumps() -> list[Callable[[bool, bool], str | bytes]]:
     """Return the functions that write the ring of recorded collectives as JSON: with NCCL, and in all builds since 2.12."""
     module: Any = getattr(torch._C, "_distributed_c10d", None)
