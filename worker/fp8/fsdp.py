@@ -36,7 +36,7 @@ def hold_codes_in_shard(weight: Float8Weight, shard: Any) -> None:
     name = f"fully_shard got a weight of codes of shape {tuple(weight.shape)}"
     if weight.state.is_gathered:
         raise ValueError(
-            f"{name} and shards it otherwise after a forward pass; allowed: reshard_after_forward=True or False. Give no number."
+            f"{name} and shards it otherwise after a forward pass; allowed: reshard_after_forward=True or False, no number."
         )
     if weight.state.is_stepped:
         raise ValueError(
@@ -45,7 +45,8 @@ def hold_codes_in_shard(weight: Float8Weight, shard: Any) -> None:
         )
     if weight.codes.is_meta or weight.dequant_scale.dim():
         raise ValueError(
-            f"{name} on {weight.device}, scales {tuple(weight.dequant_scale.shape)}; allowed: one scale, in memory."
+            f"{name} on {weight.device}, with a scale of shape {tuple(weight.dequant_scale.shape)}; allowed: one scale, and "
+            "values in memory. Build the model on its device, or load it there before fully_shard."
         )
     axis = axis_of(shard)
     values = local_of(shard)
@@ -87,11 +88,11 @@ def elements_of(shard: Any) -> range:
     return range(first, first + local.numel())
 
 
-def like_shard(shard: Any, local: Tensor) -> Tensor:
-    """Return a DTensor of other rows of this rank, placed as a parameter is. local: as many rows as the parameter has here."""
+def like_shard(shard: Any, local: Tensor, num_rows: int | None = None) -> Tensor:
+    """Return a DTensor of other rows of this rank, placed as a parameter is. num_rows: of the whole; default: as it has."""
     from torch.distributed.tensor import DTensor
 
-    shape = torch.Size((len(shard), *local.shape[1:]))
+    shape = torch.Size((len(shard) if num_rows is None else num_rows, *local.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     made: Tensor = DTensor.from_local(local, shard.device_mesh, shard.placements, run_check=False, shape=shape, stride=stride)
     return made
@@ -108,3 +109,20 @@ def whole_values(shard: Any) -> Tensor:
     """Return the values of a whole DTensor. All ranks call it together."""
     whole: Tensor = values_of_shard(shard).full_tensor()  # type: ignore[attr-defined]
     return whole
+
+
+@torch.no_grad()
+def load_into_shard(shard: Tensor, values: Tensor) -> None:
+    """Write values, of one placement or this rank's own, into a shard of codes, exactly. All ranks call it together.
+
+    Codes return bit for bit where an optimizer has loaded their scale and amax; else fp32 values wait beside them.
+    """
+    weight, own = local_of(shard), local_of(values)
+    assert type(weight) is Float8Weight
+    numbers, weight.state.saved_numbers = weight.state.saved_numbers, None
+    if numbers is None or own.shape != weight.shape:
+        shard.copy_(values)
+        return
+    weight.assign(own, *numbers)
+    if weight.state.wide is None and not torch.equal(weight.dequantize(), own):
+        weight.state.wide, weight.state.is_assigned = own.clone(), False

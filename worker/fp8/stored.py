@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from octet.worker import kernels
-from octet.worker.fp8.fsdp import holds_codes, is_shard, values_of_shard
+from octet.worker.fp8.fsdp import holds_codes, is_shard, load_into_shard, values_of_shard
 from octet.worker.fp8.weight import Float8Weight
 
 CODES = "weight_codes"
@@ -158,7 +158,7 @@ def _load_shard(shard: nn.Parameter, state_dict: dict[str, Any], name: str) -> N
     """Write values into a shard of codes, which torch then copies into itself, and keeps where it would assign."""
     values = state_dict[name]
     if holds_codes(shard) and is_shard(values) and values.shape == shard.shape:
-        shard.copy_(values)
+        load_into_shard(shard, values)
         state_dict[name] = shard
 
 

@@ -58,8 +58,9 @@ class WeightState:
     that are assigned wait in `wide` for the optimizer. has_new_codes: codes were loaded since the optimizer's last step.
     is_replaced: a layer holds another parameter now. reduce_amax: makes an amax that of all ranks that hold shards.
     read_whole: returns the finest values of a weight that ranks divide; all call it together. padded: codes and residual with
-    the empty rows by which FSDP2 makes all ranks' shards alike. is_gathered: FSDP2 has put it together for a pass.
-    is_stepped: an optimizer of ours holds it. after_write: is called after each change.
+    the empty rows by which FSDP2 makes all ranks' shards alike. is_gathered: FSDP2 has put it together for a pass. is_stepped:
+    an optimizer of ours holds it. saved_numbers: scale and amax of values that may be loaded next. after_write: is called
+    after each change.
     """
 
     codes: Tensor
@@ -77,6 +78,7 @@ class WeightState:
     padded: tuple[Tensor, Tensor | None] | None = None
     is_gathered: bool = False
     is_stepped: bool = False
+    saved_numbers: tuple[Tensor, Tensor] | None = None
     entries: list["Entry"] = field(default_factory=list)
     after_write: Callable[[], None] | None = None
 

@@ -10,7 +10,6 @@ from octet.worker.fp8.casts import TRAINABLE_DTYPES
 from octet.worker.optim.codecs import Codec, Parts, select_entries
 from octet.worker.optim.rules.rule import Rule
 
-
 NUMBERS = "weight_numbers"
 """The scale and the amax of a shard's codes, among the states of its parameter."""
 

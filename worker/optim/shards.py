@@ -2,8 +2,8 @@
 
 The ranks agree on whether gradients are finite before a step, and on the weights' scales after it. In a
 state dict each part of a state is a DTensor of the rows that its parameter has, so that
-`torch.distributed.checkpoint` saves what ranks hold. Codes of 8 bits are bytes in it, as gloo has no
-float8. Scales of blocks go by rows as well where blocks do not cross them, and can then be loaded by
+`torch.distributed.checkpoint` saves what ranks hold. What gloo cannot send (float8, int16)
+is bytes in it. Scales of blocks go by rows as well where blocks do not cross them, and can then be loaded by
 other numbers of ranks; else each rank's scales are a row of their own.
 """
 
@@ -95,7 +95,7 @@ def as_shards(parameter: Tensor, state: Mapping[str, Any], weight: QuantizedWeig
         for name, value in state.items()
     }
     if weight is not None:
-        shards[NUMBERS] = {"dequant_scale": weight.dequant_scale, "amax": weight.amax}
+        shards[NUMBERS] = {"dequant_scale": weight.dequant_scale.clone(), "amax": weight.amax.clone()}
     return shards
 
 
@@ -105,19 +105,19 @@ def _as_shard(parameter: Any, part: str, held: Tensor) -> Tensor:
         return held
     rows, row_size = len(local_of(parameter)), parameter.numel() // max(len(parameter), 1)
     if part == "codes":
-        is_float8 = held.dtype.itemsize == 1 and held.dtype.is_floating_point
-        return like_shard(parameter, (held.view(torch.uint8) if is_float8 else held).view(rows, *parameter.shape[1:]))
+        return like_shard(parameter, _sendable(held.view(rows, *parameter.shape[1:])))
     if row_size % BLOCK == 0:
-        return like_shard(parameter, held.view(rows, row_size // BLOCK))
-    from torch.distributed.tensor import DTensor
-
-    axis = axis_of(parameter)
-    most = -(-(-(-len(parameter) // axis.size) * row_size) // BLOCK)
-    padded = held.new_zeros(1, most)
+        return like_shard(parameter, _sendable(held.view(rows, row_size // BLOCK)))
+    num_ranks = axis_of(parameter).size
+    longest = -(-(-(-len(parameter) // num_ranks) * row_size) // BLOCK)
+    padded = held.new_zeros(1, longest)
     padded[0, : held.numel()] = held
-    shape, mesh = torch.Size((axis.size, most)), parameter.device_mesh
-    made: Tensor = DTensor.from_local(padded, mesh, parameter.placements, run_check=False, shape=shape, stride=(most, 1))
-    return made
+    return like_shard(parameter, _sendable(padded), num_rows=num_ranks)
+
+
+def _sendable(held: Tensor) -> Tensor:
+    """Return what every backend can send: bytes in the place of float8 and int16, which gloo has not."""
+    return held.view(torch.uint8) if held.dtype in (torch.float8_e4m3fn, torch.int16) else held
 
 
 def local_parts(parts: Parts, origin: Origin, num_held: int, codec: Codec | None) -> Parts:
@@ -129,8 +129,8 @@ def local_parts(parts: Parts, origin: Origin, num_held: int, codec: Codec | None
     if not is_shard(codes):
         if codes.numel() != num_held and len(parts) > 1 + (codec is None) and origin.first_element % BLOCK:
             raise ValueError(
-                f"a state of a whole parameter is cut at element {origin.first_element}, inside of a block of {BLOCK}; allowed: "
-                "states saved by as many ranks, or rows that blocks do not cross. Save them under fully_shard."
+                f"a state of a whole parameter is cut at element {origin.first_element}, inside of a block of {BLOCK}; "
+                "allowed: states saved by as many ranks, or rows that blocks do not cross. Save them under fully_shard."
             )
         return parts
     local = {name: local_of(part).reshape(-1) for name, part in parts.items()}
@@ -139,8 +139,6 @@ def local_parts(parts: Parts, origin: Origin, num_held: int, codec: Codec | None
             f"a saved state has {local['codes'].numel()} elements on this rank; allowed: {num_held}, as its parameter. Load it "
             "by torch.distributed.checkpoint, into what get_state_dict returns for this model."
         )
-    num_blocks = -(-num_held // BLOCK)
-    local |= {name: part[:num_blocks] for name, part in local.items() if name != "codes" and parts[name].dim()}
-    if codec is not None and local["codes"].dtype == torch.uint8:
-        local["codes"] = local["codes"].view(codec.parts["codes"].dtype)
-    return {name: part if parts[name].dim() else parts[name] for name, part in local.items()}
+    if codec is None:
+        return local | {"dequant_scale": parts["dequant_scale"]}
+    return {name: local[name].view(part.dtype)[: part.shape(num_held)[0]] for name, part in codec.parts.items()}

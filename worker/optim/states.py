@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octet.worker import kernels
 from octet.worker.common.deferred import is_deferred
 from octet.worker.fp8.casts import TRAINABLE_DTYPES
-from octet.worker.fp8.fsdp import is_shard
+from octet.worker.fp8.fsdp import is_shard, load_into_shard
 from octet.worker.fp8.weight import Float8Weight, stored
 from octet.worker.kernels.rounding import NUMBERS_PER_DRAW
 from octet.worker.kernels.torch_private import STEP_HOOKS, local_of
@@ -215,7 +215,7 @@ class OptimizerStates(torch.optim.Optimizer):
             for parameter, key in zip(group["params"], saved_group["params"], strict=True):
                 if key in state_dict["state"]:
                     saved = state_dict["state"][key]
-                    saved = self._assign_numbers(parameter, saved)
+                    saved = self._take_numbers(parameter, saved)
                     master = own_masters.pop(parameter, None)
                     if "master_weights" in saved and parameter in self._weights:
                         self._weights[parameter].weight.state.wide = None
@@ -223,11 +223,14 @@ class OptimizerStates(torch.optim.Optimizer):
                         saved = saved | {"master_weights": master}
                     self._load(parameter, group, saved, saved_group)
 
-    def _assign_numbers(self, parameter: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-        """Bring back the codes of a shard, whose values are loaded, by their saved scale and amax. Returns the rest."""
+    def _take_numbers(self, parameter: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        """Bring back the codes of a shard by their saved scale and amax, also where values come later. Returns the rest."""
         numbers, weight = saved.get(NUMBERS), self._weights.get(parameter)
         if numbers is not None and weight is not None and is_shard(parameter):
-            weight.weight.assign(weight.weight.dequantize(), numbers["dequant_scale"], numbers["amax"])
+            state = weight.weight.state
+            state.saved_numbers = numbers["dequant_scale"], numbers["amax"]
+            load_into_shard(weight.weight, weight.weight.dequantize())
+            state.saved_numbers = numbers["dequant_scale"], numbers["amax"]
         return {name: value for name, value in saved.items() if name != NUMBERS}
 
     def __getstate__(self) -> dict[str, Any]:
