@@ -59,8 +59,8 @@ class WeightState:
     is_replaced: a layer holds another parameter now. reduce_amax: makes an amax that of all ranks that hold shards.
     read_whole: returns the finest values of a weight that ranks divide; all call it together. padded: codes and residual with
     the empty rows by which FSDP2 makes all ranks' shards alike. is_gathered: FSDP2 has put it together for a pass. is_stepped:
-    an optimizer of ours holds it. saved_numbers: scale and amax of values that may be loaded next. after_write: is called
-    after each change.
+    an optimizer of ours holds it. saved_numbers: scale and amax of values that may be loaded next. num_sent: tensors
+    that FSDP2 gathers. after_write: is called after each change.
     """
 
     codes: Tensor
@@ -79,6 +79,7 @@ class WeightState:
     is_gathered: bool = False
     is_stepped: bool = False
     saved_numbers: tuple[Tensor, Tensor] | None = None
+    num_sent: int = 0
     entries: list["Entry"] = field(default_factory=list)
     after_write: Callable[[], None] | None = None
 
@@ -459,6 +460,12 @@ class Float8Weight(Tensor):
         sent = [codes if self.codes.dtype == FP16.dtype else codes.view(torch.uint8)]
         if residual is not None and getattr(module, "reads_residual", True):
             sent.append(residual)
+        if self.state.num_sent not in (0, len(sent)):
+            raise ValueError(
+                "a layer reads the residual of its weight now, which FSDP2 did not gather at first; allowed: no demotion. Leave "
+                "out statistics_every and demotion, or load demoted layers before the first pass."
+            )
+        self.state.num_sent = len(sent)
         return tuple(sent), GatheredNumbers(outer_size[0], self.codes.dtype, self.dequant_scale, self.values_amax)
 
     def fsdp_post_all_gather(
@@ -474,11 +481,7 @@ class Float8Weight(Tensor):
         out: the weight of an earlier gather, whose codes FSDP2 has gathered again: only its scale and amax are set.
         """
         if out is not None:
-            if type(out) is not Float8Weight or len(gathered) != 1 + (out.state.residual is not None):
-                raise ValueError(
-                    "a layer reads its weight otherwise than when FSDP2 first gathered it, or another parallelism holds it; "
-                    "allowed: fully_shard alone, and no demotion. Leave the other out, and statistics_every with demotion."
-                )
+            assert type(out) is Float8Weight
             mine, new = (out.dequant_scale, out.values_amax), (numbers.dequant_scale, numbers.amax)
             with torch.no_grad(), keeping_versions(mine):
                 for part, value in zip(mine, new, strict=True):
