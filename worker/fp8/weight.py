@@ -462,8 +462,8 @@ class Float8Weight(Tensor):
             sent.append(residual)
         if self.state.num_sent not in (0, len(sent)):
             raise ValueError(
-                "a layer reads the residual of its weight now, which FSDP2 did not gather at first; allowed: no demotion. Leave "
-                "out statistics_every and demotion, or load demoted layers before the first pass."
+                "a layer reads the residual of its weight now, which FSDP2 did not gather at first; allowed: no demotion. "
+                "Leave out statistics_every and demotion, or load demoted layers before the first pass."
             )
         self.state.num_sent = len(sent)
         return tuple(sent), GatheredNumbers(outer_size[0], self.codes.dtype, self.dequant_scale, self.values_amax)
