@@ -154,7 +154,11 @@ def _server(client: Client) -> tuple[list[Check], bool]:
     ]
     for pool in pools:
         used = f"{pool.slots_used} of {pool.slots} slots used, {pool.jobs_live} jobs live, {pool.jobs_queued} queued"
-        checks.append(Check(part=f"pool {pool.name}", standing="ok", found=f"{pool.accelerator}, {used}"))
+        standing, hint = "ok", ""
+        if pool.slots_present is not None and pool.slots_present < pool.slots:
+            standing, used = "note", f"{used}; nodes offer {pool.slots_present}"
+            hint = "start nodes, or correct the pool's slots: a job that needs more than nodes offer waits"
+        checks.append(Check(part=f"pool {pool.name}", standing=standing, found=f"{pool.accelerator}, {used}", hint=hint or None))
     return checks, True
 
 

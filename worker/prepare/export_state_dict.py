@@ -11,7 +11,7 @@ from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.loss_scaling import STATE_BUFFER
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.stored import make_plain
-from octet.worker.fp8.weight import Float8Weight
+from octet.worker.fp8.weight import Float8Weight, is_float8_weight
 
 
 def plain_state_dict(
@@ -37,7 +37,7 @@ def plain_tensors(
         if not isinstance(held, nn.Parameter):
             yield name, held.detach()
         # No variable holds the values while the next are decoded.
-        elif type(held) is Float8Weight:
+        elif is_float8_weight(held):
             yield name, reader.values(held).to(dtype)
         else:
             yield name, reader.values(held)
