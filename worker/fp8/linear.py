@@ -105,7 +105,8 @@ class Float8Linear(nn.Module):
     def forward(self, input: Tensor, *, takes_over_activation: bool = False) -> Tensor:
         """takes_over_activation: the input is that of `self.activation`, which is applied first."""
         plan: LinearPlan = self.plan
-        if plan.holds_codes and not is_float8_weight(self.weight):
+        # Not `self.weight`: a parametrization computes it at each read, and spectral_norm's iterates then.
+        if plan.holds_codes and not is_float8_weight(self._parameters.get("weight")):
             plan = self.values_plan
         if not plan.high_precision:
             return self._multiplied(input, plan, takes_over_activation=takes_over_activation)
