@@ -124,6 +124,8 @@ class Float8Linear(nn.Module):
     ) -> Tensor:
         """The output of a pass in which some product is in FP8, or the weight is held in codes."""
         weight: Tensor = self.weight
+        if plan is self.values_plan and type(weight) is Float8Weight:  # a parametrization that returns what it is given
+            plan = self.plan
         formats = plan.after_activation if takes_over_activation else plan.formats
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and type(weight) is Float8Weight and weight.state.entries:
