@@ -49,7 +49,8 @@ class AutocastForward(Wrapper):
         self.layer, self.dtype = layer, dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        device: Any = self.layer.weight.device
+        weight = self.layer._parameters.get("weight")  # a parametrization computes `self.layer.weight` at each read
+        device = (next(self.layer.parameters()) if weight is None else weight).device
         if not (self.is_on_cpu_too or is_accelerator(device)) or torch.is_autocast_enabled(device.type):
             return self.run(*args, **kwargs)
         with torch.autocast(device.type, dtype=self.dtype):

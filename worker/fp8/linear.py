@@ -106,7 +106,8 @@ class Float8Linear(nn.Module):
     def forward(self, input: Tensor, *, takes_over_activation: bool = False) -> Tensor:
         """takes_over_activation: the input is that of `self.activation`, which is applied first."""
         plan: LinearPlan = self.plan
-        if plan.holds_codes and not is_float8_weight(self.weight):
+        # Not `self.weight`: a parametrization computes it at each read, and spectral_norm's iterates then.
+        if plan.holds_codes and not is_float8_weight(self._parameters.get("weight")):
             plan = self.values_plan
         if not plan.high_precision:
             return self._multiplied(input, plan, takes_over_activation=takes_over_activation)
@@ -124,6 +125,8 @@ class Float8Linear(nn.Module):
     ) -> Tensor:
         """The output of a pass in which some product is in FP8, or the weight is held in codes."""
         weight: Tensor = self.weight
+        if plan is self.values_plan and type(weight) is Float8Weight:  # a parametrization that returns what it is given
+            plan = self.plan
         formats = plan.after_activation if takes_over_activation else plan.formats
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and type(weight) is Float8Weight and weight.state.entries:

@@ -53,7 +53,7 @@ def fp32_report(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer within wrappers, each of which has it in one of its attributes."""
+    """Return the optimizer that is an attribute of a wrapper, or of a wrapper within it."""
     while True:
         held = getattr(optimizer, "__dict__", {}).values()
         inner = {id(each): each for each in held if isinstance(each, torch.optim.Optimizer)}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.nn.utils.fusion import fuse_linear_bn_eval
 from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
@@ -226,6 +226,25 @@ def weight_normed_as_of_old(model: nn.Module) -> Results:
     return [output, model.twice.weight_g.grad, model.twice.weight_v.grad]
 
 
+def spectral_normed(model: nn.Module) -> Results:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        parametrizations.spectral_norm(model.twice)
+    output = model(x())
+    output.square().mean().backward()
+    iterated = [value for _, value in sorted(model.twice.parametrizations.weight.named_buffers())]
+    return [output, model.twice.parametrizations.weight.original.grad, *iterated]
+
+
+def spectral_normed_as_of_old(model: nn.Module) -> Results:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        nn.utils.spectral_norm(model.twice)
+    output = model(x())
+    output.square().mean().backward()
+    return [output, model.twice.weight_orig.grad, model.twice.weight_u, model.twice.weight_v]
+
+
 DONE: dict[str, Callable[[nn.Module], Results]] = {
     "nothing": backward,
     "deepcopy": lambda model: backward(copy.deepcopy(model)),
@@ -259,6 +278,8 @@ DONE: dict[str, Callable[[nn.Module], Results]] = {
     "prune": pruned,
     "weight_norm": weight_normed,
     "weight_norm of old": weight_normed_as_of_old,
+    "spectral_norm": spectral_normed,
+    "spectral_norm of old": spectral_normed_as_of_old,
     "DistributedDataParallel": lambda model: backward(DistributedDataParallel(model)),
 }  # fmt: skip
 IN_BF16 = (under_autocast, DONE["bfloat16"], DONE["half"])
@@ -395,6 +416,27 @@ def test_it_is_refused_and_nothing_is_changed(level: str, name: str) -> None:
         do(model)
     model.zero_grad()
     assert_close(level, backward(model), on_a_plain_model(backward))
+
+
+class Counted(nn.Module):
+    """The identity; it counts its calls."""
+
+    num_calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.num_calls += 1
+        return weight
+
+
+@pytest.mark.parametrize("level", spread(LEVELS))
+def test_a_parametrized_weight_is_computed_once_a_pass(level: str) -> None:
+    """Each computation is another iteration of `spectral_norm`, and another draw of a random one."""
+    model, _ = make(level)
+    counted = Counted()
+    parametrize.register_parametrization(model.first, "weight", counted)
+    counted.num_calls = 0
+    backward(model)
+    assert counted.num_calls == 1
 
 
 def in_module(model: nn.Module, stop: Callable[..., None]) -> Any:
