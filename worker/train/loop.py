@@ -13,6 +13,7 @@ import math
 from contextlib import closing, nullcontext
 from datetime import datetime
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -72,6 +73,8 @@ class Trainer:
     step_times: StepTimes
     log: StepLog
     writer: CheckpointWriter
+    stop: Stopped | None = None
+    """Why the run ends after this step, and a checkpoint of it."""
 
     def __init__(
         self, config: TrainConfig, mesh: Mesh, reporter: Reporter, job_dir: Path, metrics: Metrics | None = None
@@ -151,6 +154,8 @@ class Trainer:
             if self._is_due(self.config.checkpoint_every):
                 with self.metrics.timed("checkpoint"):
                     self.save()
+            if self.stop is not None and self.progress.step < self.num_steps:
+                self._save_and_stop(self.stop)
         self._report(self.log.flush())
         return evaluation or self.evaluate()
 
@@ -190,7 +195,7 @@ class Trainer:
             self._tell(report, is_sent=self.mesh.stage.is_first and is_compiling_fault(report))
         stop = order_to_stop(self.reporter)
         if self.log.is_due or (stop is not None and self.mesh.world.size == 1):
-            self._report(self.log.end_interval(wants_to_stop=stop is not None), stop)
+            self._report(self.log.end_interval(stop), stop)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -228,7 +233,8 @@ class Trainer:
     def _report(self, reading: Reading, stop: Stopped | None = None) -> None:
         """Report the steps that were read.
 
-        Raises what stops the run: a rank's order to stop, or a loss that makes no sense.
+        Raises what stops the run: a rank's order to stop, or a loss that makes no sense. Notes an order that lets the
+        ranks save a checkpoint first.
         """
         is_stopping = reading.num_stopping > 0 or (stop is not None and self.mesh.world.size == 1)
         steps = (*reading.steps, *self.log.flush().steps) if is_stopping else reading.steps
@@ -249,7 +255,18 @@ class Trainer:
         if reading.all_written:
             self.writer.finish()
         if is_stopping:
-            raise stop or order_to_stop(self.reporter) or Cancelled("rank 0 has to stop")
+            stop = stop or order_to_stop(self.reporter) or Cancelled("rank 0 has to stop", saves=True)
+            if not stop.saves or reading.num_saving < reading.num_stopping:
+                raise stop
+            self.stop = stop
+
+    def _save_and_stop(self, stop: Stopped) -> NoReturn:
+        """Complete a checkpoint of this step, unless it has one, and raise."""
+        if not self._is_due(self.config.checkpoint_every):
+            with self.metrics.timed("checkpoint"):
+                self.save()
+        self.writer.finish()
+        raise stop
 
     def _tell(self, body: ReportBody, at: datetime | None = None, *, is_sent: bool = False) -> None:
         """Update this rank's metrics.
