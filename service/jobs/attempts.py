@@ -148,7 +148,9 @@ def hold(session: Session, job: JobRow, event: JobEvent, now: datetime) -> None:
     job.not_before = None
     job.remaining_s = None
     newest = next(iter(store.records.newest_checkpoints(session, job.id, 1)), None)
-    goes_on = f"after step {newest.step}, from its checkpoint" if newest is not None else "at the beginning: it has no checkpoint"
+    goes_on = "at the beginning: it has no checkpoint"
+    if newest is not None:
+        goes_on = f"after step {newest.step}, from its checkpoint"
     data: dict[str, JsonScalar] = {"checkpoint_step": newest.step if newest is not None else None}
     store.jobs.add_event(session, job, now, "job.paused", f"the job is paused; it will go on {goes_on}", data=data)
     logger.info("job %s (%s) is paused; it will go on %s", job.id, job.name, goes_on)

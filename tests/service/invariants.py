@@ -14,7 +14,10 @@ from octet.service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow
 from tests.service.world import World
 
 _LIVE = {JobState.STARTING, JobState.RUNNING, JobState.PAUSING, JobState.CANCELLING}
-_DESIRED = dict.fromkeys((JobState.QUEUED, JobState.STARTING, JobState.RUNNING), {DesiredState.RUN}) | {
+_DESIRED = {
+    JobState.QUEUED: {DesiredState.RUN},
+    JobState.STARTING: {DesiredState.RUN},
+    JobState.RUNNING: {DesiredState.RUN},
     JobState.PAUSING: {DesiredState.PAUSE},
     JobState.PAUSED: {DesiredState.PAUSE},
     JobState.CANCELLING: {DesiredState.CANCEL, DesiredState.CANCEL_NOW},

@@ -94,14 +94,14 @@ def test_a_job_that_ends_while_it_is_asked_to_pause_has_ended(world: World) -> N
     rank.succeed()
     assert world.job(job_id).state is JobState.SUCCEEDED
     for command in (world.pause, world.resume):
-        with pytest.raises(IllegalTransition, match="succeeded; .* Possible: nothing: it is over"):
+        with pytest.raises(IllegalTransition, match=r"succeeded; .* Possible: nothing: it is over"):
             command(job_id)
 
 
 def test_a_cancellation_overrides_a_pause(world: World) -> None:
     job_id, rank = world.start()
     world.pause(job_id)
-    with pytest.raises(IllegalTransition, match="pausing; resume is not possible. Possible: cancel"):
+    with pytest.raises(IllegalTransition, match=r"pausing; resume is not possible\. Possible: cancel"):
         world.resume(job_id)
     world.cancel(job_id)
     with pytest.raises(IllegalTransition, match="cancelling; pause is not possible"):

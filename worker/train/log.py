@@ -3,8 +3,8 @@
 A step's loss and norm are values that the device still computes when the host has gone on to the next step. The log keeps them
 there. At the end of an interval it adds the losses of all ranks, starts to copy them to the host, and reads what it copied at
 the end of the interval before. With the losses travels what ranks must agree on: whether one of them has to stop, and may save
-a checkpoint first, whether one still writes a checkpoint, and the length of the next interval. On the CPU there is nothing to wait for: an interval is one
-step and is read at once.
+a checkpoint first, whether one still writes a checkpoint, and the length of the next interval. On the CPU there is nothing to
+wait for: an interval is one step and is read at once.
 """
 
 from collections.abc import Callable
@@ -174,7 +174,8 @@ class StepLog:
             losses.zero_()
         agreed = torch.tensor(told, dtype=torch.float64, pin_memory=losses.is_cuda).to(losses.device, non_blocking=True)
         summed = self._mesh.world.sum_(torch.cat((losses, agreed)))
-        self._under_way.append(_UnderWay(steps, HostCopy(torch.cat((summed[: len(steps)], norms.double(), summed[len(steps) :])))))
+        losses, agreed = summed[: len(steps)], summed[len(steps) :]
+        self._under_way.append(_UnderWay(steps, HostCopy(torch.cat((losses, norms.double(), agreed)))))
 
     def _read(self, num_kept: int) -> Reading:
         """Read all that is under way but the last `num_kept` intervals."""
