@@ -3,8 +3,8 @@
 A step's loss and norm are values that the device still computes when the host has gone on to the next step. The log keeps them
 there. At the end of an interval it adds the losses of all ranks, starts to copy them to the host, and reads what it copied at
 the end of the interval before. With the losses travels what ranks must agree on: whether one of them has to stop, and may save
-a checkpoint first, whether one still writes a checkpoint, and the length of the next interval. On the CPU there is nothing to
-wait for: an interval is one step and is read at once.
+a checkpoint first, whether one still writes a checkpoint, whether it is time for the next one, and the length of the next
+interval. On the CPU there is nothing to wait for: an interval is one step and is read at once.
 """
 
 from collections.abc import Callable
@@ -53,13 +53,14 @@ class FinishedStep:
 class Reading:
     """Steps that the log has read. num_stopping: ranks that have to stop. num_saving: those that save a checkpoint first.
 
-    all_written: no rank's thread still wrote then.
+    all_written: no rank's thread still wrote then. is_save_due: it is time for a checkpoint, and none has begun since.
     """
 
     steps: tuple[FinishedStep, ...] = ()
     num_stopping: int = 0
     num_saving: int = 0
     all_written: bool = False
+    is_save_due: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,22 @@ class UnreadSteps:
 class StepLog:
     """All ranks use it alike: they add the same steps, and end intervals at the same steps."""
 
-    def __init__(self, mesh: Mesh, *, is_late: bool, is_writing: Callable[[], bool] = lambda: False) -> None:
-        """is_late: read an interval when the next one ends, and not when it ends itself. is_writing: see `Reading`."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        is_late: bool,
+        is_writing: Callable[[], bool] = lambda: False,
+        is_save_due: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """is_late: read an interval when the next one ends, and not when it ends itself.
+
+        is_writing: True while this rank's thread writes. is_save_due: see `Reading`; the first rank's counts.
+        """
         self.is_late = is_late
         self.num_steps = 1
         """The length of the interval that is open."""
-        self._mesh, self._is_writing = mesh, is_writing
+        self._mesh, self._is_writing, self._is_save_due = mesh, is_writing, is_save_due
         self._open: list[tuple[TakenStep, Tensor, Tensor]] = []
         self._under_way: list[_UnderWay] = []
         self._spans: dict[int, list[tuple[Mark, Mark]]] = {}
@@ -157,9 +168,10 @@ class StepLog:
     def _send(self, stop: Stopped | None) -> None:
         opened, self._open = self._open, []
         steps = [step for step, _, _ in opened]
-        proposal = self._proposed_num_steps if self._mesh.world.is_first else 0.0
+        is_first = self._mesh.world.is_first
+        proposal, is_save_due = (self._proposed_num_steps, self._is_save_due()) if is_first else (0.0, False)
         is_saving = stop is not None and stop.saves
-        told = [float(stop is not None), float(is_saving), float(self._is_writing()), proposal]
+        told = [float(stop is not None), float(is_saving), float(self._is_writing()), float(is_save_due), proposal]
         if self._mesh.world.size == 1 and not self.is_late:
             numbers = [loss.item() for _, loss, _ in opened] + [norm.item() for _, _, norm in opened]
             self._under_way.append(_UnderWay(steps, HostNumbers(numbers), told))
@@ -180,16 +192,17 @@ class StepLog:
     def _read(self, num_kept: int) -> Reading:
         """Read all that is under way but the last `num_kept` intervals."""
         found: list[FinishedStep] = []
-        num_stopping, num_saving, all_written = 0, 0, False
+        num_stopping, num_saving, all_written, is_save_due = 0, 0, False, False
         taken: list[TakenStep] = []
         while len(self._under_way) > num_kept:
             sent = self._under_way.pop(0)
             with self._mesh.waits.call("reading of the losses", DEVICE):
                 numbers = sent.copy.read()
-            stopping, saving, writing, proposal = sent.told or numbers[2 * len(sent.steps) :]
+            stopping, saving, writing, due, proposal = sent.told or numbers[2 * len(sent.steps) :]
             taken += sent.steps
             num_stopping, num_saving = num_stopping + round(stopping), num_saving + round(saving)
             all_written = writing == 0 and not sent.is_before_save
+            is_save_due |= due > 0 and not sent.is_before_save
             if self.is_late:
                 self.num_steps = max(1, min(MAX_STEPS, round(proposal)))
             found += sent.finished(numbers, self._mesh.replicas.size)
@@ -197,7 +210,7 @@ class StepLog:
             self._count_busy(found, taken)
             mean_s = sum(step.step_time_s for step in found) / len(found)
             self._proposed_num_steps = INTERVAL_S / max(mean_s, INTERVAL_S / MAX_STEPS)
-        return Reading(tuple(found), num_stopping, num_saving, all_written)
+        return Reading(tuple(found), num_stopping, num_saving, all_written, is_save_due)
 
     def _count_busy(self, found: list[FinishedStep], taken: list[TakenStep]) -> None:
         """Add the time that this rank computed in each step: the step without the waits since it began."""

@@ -10,6 +10,7 @@ has computed them (`log.py`). So a divergence takes effect an interval late.
 
 import logging
 import math
+import time
 from contextlib import closing, nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -75,6 +76,11 @@ class Trainer:
     writer: CheckpointWriter
     stop: Stopped | None = None
     """Why the run ends after this step, and a checkpoint of it."""
+    is_save_due = False
+    """True once it is time for a checkpoint, until it begins."""
+    saved_step = 0
+    saved_at: float
+    """When the newest checkpoint began, or the run; by `time.monotonic`."""
 
     def __init__(
         self, config: TrainConfig, mesh: Mesh, reporter: Reporter, job_dir: Path, metrics: Metrics | None = None
@@ -99,7 +105,9 @@ class Trainer:
         self.progress = Progress()
         self.worst_layers = train_reports.WorstLayers()
         self.step_times = StepTimes(num_skipped=self.job.num_warm_up_steps)
-        self.log = StepLog(mesh, is_late=is_accelerator(mesh.device), is_writing=lambda: self.writer.is_writing)
+        is_late = is_accelerator(mesh.device)
+        self.log = StepLog(mesh, is_late=is_late, is_writing=lambda: self.writer.is_writing, is_save_due=self._is_time_to_save)
+        self.saved_at = time.monotonic()
         self._tell(PhaseReport(phase="model_built"))
 
     def run(self, checkpoints: tuple[CheckpointRef, ...] = ()) -> JobSummary:
@@ -151,7 +159,7 @@ class Trainer:
                 self._report(self.log.flush())
                 with self.metrics.timed("evaluation"):
                     evaluation = self.evaluate()
-            if self._is_due(self.config.checkpoint_every):
+            if self._is_due(self.config.checkpoint_every) or self.is_save_due:
                 with self.metrics.timed("checkpoint"):
                     self.save()
             if self.stop is not None and self.progress.step < self.num_steps:
@@ -226,6 +234,11 @@ class Trainer:
         progress = SavedProgress(self.progress, self.step_times, self.log.begin_save(), self.num_steps)
         state = state_of_run(self.job, self.config, self.mesh, progress)
         self.writer.start(self.progress.step, state, DeferredValue(progress.last_loss))
+        self.is_save_due, self.saved_step, self.saved_at = False, self.progress.step, time.monotonic()
+
+    def _is_time_to_save(self) -> bool:
+        minutes = self.config.training.checkpoint_every_minutes
+        return minutes > 0 and time.monotonic() - self.saved_at >= 60 * minutes
 
     def _is_due(self, every: int) -> bool:
         return self.progress.step == self.num_steps or (every > 0 and self.progress.step % every == 0)
@@ -252,6 +265,7 @@ class Trainer:
                 self._tell(EventReport(type="training.diverging", message=warning, data={"loss": step.loss}))
         if straggler := self.mesh.new_straggler():
             self._tell(train_reports.straggler_event(straggler))
+        self.is_save_due |= reading.is_save_due
         if reading.all_written:
             self.writer.finish()
         if is_stopping:
@@ -262,7 +276,7 @@ class Trainer:
 
     def _save_and_stop(self, stop: Stopped) -> NoReturn:
         """Complete a checkpoint of this step, unless it has one, and raise."""
-        if not self._is_due(self.config.checkpoint_every):
+        if self.saved_step != self.progress.step:
             with self.metrics.timed("checkpoint"):
                 self.save()
         self.writer.finish()

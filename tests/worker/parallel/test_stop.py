@@ -48,6 +48,9 @@ def work(rank: int, ports: list[int], folder: str) -> None:
     # Rank 0 may write nothing more, so a stop that rank 1 would save for is without a checkpoint.
     refused = Recorder(STOPPED_AT, LeaseLost if rank == 0 else saves)
     found["refused"] = (run(spec, rank, ports[3], root / "refused", refused), refused)
+    by_time = Recorder()
+    timed = spec.training.model_copy(update={"checkpoint_every_minutes": 1e-9})
+    found["by_time"] = (run(spec.model_copy(update={"training": timed}), rank, ports[4], root / "timed", by_time), by_time)
     torch.save(found, root / f"{rank}.pt")
 
 
@@ -55,7 +58,7 @@ def work(rank: int, ports: list[int], folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, Recorder]]]:
     folder = tmp_path_factory.mktemp("stop")
     write_corpus(folder / "corpus")
-    run_ranks(work, ([free_port() for _ in range(4)], str(folder)), 2)
+    run_ranks(work, ([free_port() for _ in range(5)], str(folder)), 2)
     found = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
     assert [saved.step for saved in complete_in(folder / "paused" / "checkpoints")] == [STEPS, STOPPED_AT]
     assert complete_in(folder / "refused" / "checkpoints") == ()
@@ -76,3 +79,9 @@ def test_the_losses_are_those_of_a_run_that_nobody_stopped(ranks: list[dict[str,
 def test_no_rank_saves_where_one_may_not_write(ranks: list[dict[str, tuple[str, Recorder]]]) -> None:
     assert [rank["refused"][0] for rank in ranks] == ["LeaseLost", "Cancelled"]
     assert ranks[0]["refused"][1].checkpoints() == ()
+
+
+def test_ranks_agree_on_the_step_at_which_it_is_time_for_a_checkpoint(ranks: list[dict[str, tuple[str, Recorder]]]) -> None:
+    how, recorder = ranks[0]["by_time"]
+    assert how == "done"
+    assert [saved.step for saved in reversed(recorder.checkpoints())] == list(range(1, STEPS + 1))

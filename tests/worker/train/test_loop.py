@@ -67,6 +67,13 @@ def test_a_run_that_may_save_first_goes_on_after_the_step_at_which_it_stopped(
     assert summary.final_loss == whole_summary.final_loss
 
 
+def test_checkpoints_are_written_by_time_too(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    for minutes, steps in ((1e-9, [1, 2, 3, 4]), (0, [4]), (15, [4])):
+        document = with_training(spec_document, steps=4, checkpoint_every=0, checkpoint_every_minutes=minutes)
+        recorder, _ = train(document, tmp_path / str(minutes))
+        assert [saved.step for saved in reversed(recorder.checkpoints())] == steps
+
+
 def test_a_run_that_is_stopped_at_its_last_step_has_succeeded(tmp_path: Path, spec_document: dict[str, Any]) -> None:
     recorder = Recorder(4, partial(Cancelled, saves=True))
     _, summary = train(with_training(spec_document, steps=4), tmp_path, recorder=recorder)
