@@ -35,7 +35,7 @@ from octet.api_schemas.report import (
     StartedReport,
     StepReport,
 )
-from octet.api_schemas.resources import Pool, PoolConfig, ResourceSpec
+from octet.api_schemas.resources import Loop, Pool, PoolConfig, ResourceSpec
 from octet.api_schemas.rules.table import check_data, check_schedule
 from octet.api_schemas.states import AttemptState, Blame, DesiredState, FailureReason, JobState
 from octet.api_schemas.training import AdapterSpec, TrainingSpec
@@ -80,6 +80,7 @@ __all__ = [
     "Layout",
     "LogLine",
     "LogReport",
+    "Loop",
     "MeasuredReport",
     "MetricPoint",
     "ModelSizes",

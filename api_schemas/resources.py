@@ -71,9 +71,18 @@ class Pool(Contract):
     object: Literal["pool"] = "pool"
     name: str
     accelerator: str
-    slots: int
+    slots: int = Field(description="what the operator has configured")
+    slots_present: int | None = Field(description="what nodes offer; null until the cluster has been seen")
     slots_used: int
     jobs_queued: int
     jobs_live: int
     memory_per_device_bytes: int | None
     threads_per_worker: int
+
+
+class Loop(Contract):
+    """A loop of the dispatcher that leads, as the API shows it."""
+
+    object: Literal["loop"] = "loop"
+    name: str
+    is_stalled: bool = Field(description="true if it has made no progress for too long")

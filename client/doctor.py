@@ -153,8 +153,14 @@ def _server(client: Client) -> tuple[list[Check], bool]:
         else Check(part="server", standing="bad", found=f"{client.url} is not ready", hint=missing)
     ]
     for pool in pools:
-        used = f"{pool.slots_used} of {pool.slots} slots used, {pool.jobs_live} jobs live, {pool.jobs_queued} queued"
-        checks.append(Check(part=f"pool {pool.name}", standing="ok", found=f"{pool.accelerator}, {used}"))
+        found = f"{pool.accelerator}, {pool.slots_used} of {pool.slots} slots used, {pool.jobs_live} jobs live, "
+        found += f"{pool.jobs_queued} queued"
+        if pool.slots_present is None or pool.slots_present >= pool.slots:
+            checks.append(Check(part=f"pool {pool.name}", standing="ok", found=found))
+            continue
+        hint = "start nodes, or correct the pool's slots: a job that needs more than nodes offer waits"
+        found += f"; nodes offer {pool.slots_present}"
+        checks.append(Check(part=f"pool {pool.name}", standing="note", found=found, hint=hint))
     return checks, True
 
 

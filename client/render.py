@@ -317,10 +317,11 @@ def _on_two_lines(name: str) -> str:
 
 
 def pools_table(pools: Iterable[Pool]) -> Table:
-    columns = ("POOL", "ACCELERATOR", "SLOTS", "USED", "QUEUED", "LIVE", "MEMORY", "THREADS")
+    columns = ("POOL", "ACCELERATOR", "SLOTS", "THERE", "USED", "QUEUED", "LIVE", "MEMORY", "THREADS")
     grid = table(*columns, right=columns[2:], cut=("POOL",))
     for pool in pools:
-        counts = (pool.slots, pool.slots_used, pool.jobs_queued, pool.jobs_live)
+        there = "–" if pool.slots_present is None else pool.slots_present
+        counts = (pool.slots, there, pool.slots_used, pool.jobs_queued, pool.jobs_live)
         memory = num_bytes(pool.memory_per_device_bytes)
         grid.add_row(short(pool.name), pool.accelerator, *map(str, counts), memory, str(pool.threads_per_worker))
     return grid

@@ -1,11 +1,10 @@
-"""Train a small network under Accelerate with torch's own wrappers, at a level that holds weights as values: te or ao.
+"""Train a small network under Accelerate with torch's own wrappers, DDP or FSDP2.
 
     torchrun --nproc-per-node 2 examples/accelerate/wrapped.py --level te
     torchrun --nproc-per-node 2 examples/accelerate/wrapped.py --level ao --wrapper fsdp2 --gather fp8
-    torchrun --nproc-per-node 2 examples/accelerate/wrapped.py --level te --wrapper fsdp2 --gather fp8
+    torchrun --nproc-per-node 2 examples/accelerate/wrapped.py --level O3 --wrapper fsdp2
 
-O1, O2 and O3 hold weights as codes, which DDP and FSDP2 would send or cut as if they were values. They are refused here;
-`train.py` next to this file trains them by `octet.parallelize`.
+`--gather fp8` is for te and ao, whose weights are values. Those of O1, O2 and O3 are codes, which FSDP2 gathers as they are.
 """
 
 import argparse

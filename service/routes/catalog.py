@@ -32,12 +32,14 @@ def levels() -> Page[Level]:
 def pools(context: AppContextDep) -> Page[Pool]:
     """Every pool, its slots and its queue."""
     with context.database.read() as session:
-        used, jobs = store.queue.slots_used(session), store.tallies.read(session).jobs
+        present, used = store.queue.slots_present(session), store.queue.slots_used(session)
+        jobs = store.tallies.read(session).jobs
     shown = [
         Pool(
             name=pool.name,
             accelerator=pool.accelerator,
             slots=pool.slots,
+            slots_present=present.get(pool.name),
             slots_used=used.get(pool.name, 0),
             jobs_queued=jobs.get((pool.name, JobState.QUEUED), 0),
             jobs_live=sum(jobs.get((pool.name, state), 0) for state in _LIVE),

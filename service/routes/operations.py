@@ -3,9 +3,11 @@
 from fastapi import APIRouter, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from octet.api_schemas import Loop, Page
 from octet.service import store
 from octet.service.deps import AppContextDep
 from octet.service.errors import NotReady
+from octet.service.http.pages import page_of
 from octet.service.http.problems import answers
 from octet.service.telemetry.control_plane import TelemetryDep
 
@@ -33,6 +35,15 @@ def readyz(context: AppContextDep) -> dict[str, str]:
             f"the dispatcher's loop {', '.join(stalled)} makes no progress: jobs are accepted, and may wait. Its log says why."
         )
     return {"status": "ready"}
+
+
+@router.get("/v1/loops", operation_id="list_loops", responses=answers(422))
+def loops(context: AppContextDep) -> Page[Loop]:
+    """The loops of the dispatcher that leads, and whether each makes progress; none while no dispatcher leads."""
+    with context.database.read() as session:
+        stalled = store.queue.loops_stalled(session, context.database.now(session))
+    shown = [Loop(name=name, is_stalled=is_stalled) for name, is_stalled in stalled.items()]
+    return page_of(shown, len(shown), lambda loop: loop.name)
 
 
 @router.get(

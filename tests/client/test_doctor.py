@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from octet.api_schemas import Pool
 from octet.client import Client, doctor
 from octet.client.doctor import Check, check_machine
 
@@ -84,3 +85,15 @@ def test_torch_is_asked_in_a_process_of_its_own() -> None:
     """The program that is handed to Python is one: its answer has both facts."""
     answer = subprocess.run([sys.executable, "-c", doctor.ASK_TORCH], capture_output=True, text=True, check=True).stdout
     assert set(json.loads(answer)) == {"cuda", "devices"}
+
+
+@pytest.mark.parametrize(("present", "standing"), [(None, "ok"), (4, "ok"), (1, "note")])
+def test_a_pool_that_promises_more_than_nodes_offer_is_named(
+    machine: Callable[..., dict[str, Check]], monkeypatch: pytest.MonkeyPatch, present: int | None, standing: str
+) -> None:
+    counts = {"slots": 4, "slots_used": 1, "jobs_queued": 2, "jobs_live": 1, "threads_per_worker": 1}
+    pool = Pool(name="h100", accelerator="cuda", slots_present=present, memory_per_device_bytes=None, **counts)
+    monkeypatch.setattr(Client, "pools", lambda _: iter([pool]))
+    monkeypatch.setattr(Client, "why_not_ready", lambda _: None)
+    found = machine()["pool h100"]
+    assert (found.standing, "nodes offer 1" in found.found) == (standing, present == 1)

@@ -120,6 +120,7 @@ def test_tables_fit_80_columns_and_cut_names_before_numbers(make_job: MakeJob) -
         "name": "p" * 32,
         "accelerator": "cuda",
         "slots": 1024,
+        "slots_present": 1024,
         "slots_used": 1024,
         "jobs_queued": 99_999,
         "jobs_live": 1024,

@@ -121,7 +121,7 @@ class Node:
 
 
 class Nodes:
-    """A head without slots, and nodes of the pool."""
+    """A head without slots, which runs once this is made, and nodes of the pool."""
 
     def __init__(self, data_dir: Path, stack: ExitStack) -> None:
         token = data_dir / "ray" / "token"
@@ -135,34 +135,26 @@ class Nodes:
         self._temp_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="oc-", ignore_cleanup_errors=True)))
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OCTET_", "RAY_"))}
         self._environment = inherited | ray_environment(token) | LOOPBACK | RAYLET
-        self._start(
-            "ray.scripts.scripts",
-            ["--head", "--port=0", "--include-dashboard=false", "--no-monitor", f"--temp-dir={self._temp_dir}/ray"],
-        )
-
-    @property
-    def address(self) -> str:
-        """The head's address, empty until the head is up: Ray writes the address last."""
-        with contextlib.suppress(OSError):
-            return (self._temp_dir / "ray" / "ray_current_cluster").read_text().strip()
-        return ""
+        head = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor", f"--temp-dir={self._temp_dir}/ray"]
+        self._start("ray.scripts.scripts", head)
+        self.address = (self._temp_dir / "ray" / "ray_current_cluster").read_text().strip()
 
     def add(self, slots: int = 2) -> Node:
-        """Start another node of the pool and wait until it has joined. One that gives up is started again."""
+        """Start another node of the pool and wait until it has joined."""
         key, value = POOL.node_label
         resources = json.dumps({POOL.slot_resource: slots})
         arguments = [f"--address={self.address}", f"--resources={resources}", f"--labels={key}={value}"]
+        return self._start("tests.e2e.join_on_loopback", arguments)
+
+    def _start(self, module: str, arguments: list[str]) -> Node:
+        """Start a node and wait until it runs. One that gives up, as on a busy machine, is started again."""
         for _ in range(_MOST_STARTS):
-            node = self._start("tests.e2e.join_on_loopback", arguments)
+            self._num_nodes += 1
+            node = Node(module, arguments, self._environment, self._logs / f"node-{self._num_nodes}.log")
+            self._stack.callback(node.kill)
             if node.joins():
                 return node
         raise RuntimeError(f"a node did not join in {_MOST_STARTS} starts; the logs are in {self._logs}")
-
-    def _start(self, module: str, arguments: list[str]) -> Node:
-        self._num_nodes += 1
-        node = Node(module, arguments, self._environment, self._logs / f"node-{self._num_nodes}.log")
-        self._stack.callback(node.kill)
-        return node
 
 
 class ServerOnNodes(Server):
@@ -200,7 +192,6 @@ def served_on_nodes(folder: Path) -> Iterator[tuple[Nodes, ServerOnNodes]]:
     with ExitStack() as stack:
         nodes = Nodes(folder / "octet", stack)
         server = ServerOnNodes(folder / "octet", nodes)
-        server.wait_for(lambda: nodes.address)
         server.spawn()
         stack.callback(server.stop)
         server.wait_for(server.client.is_ready)

@@ -58,7 +58,6 @@ def test_a_node_ends_with_its_raylet(tmp_path: Path, agent: str) -> None:
     """The raylet ends itself when an agent is killed, with a status that `ray start` takes for an order."""
     with ExitStack() as stack:
         nodes = Nodes(tmp_path / "octet", stack)
-        wait_until(lambda: nodes.address)
         node = nodes.add()
         wait_until(lambda: any(agent in process.name() for process in node.processes()))
         [victim] = [process for process in node.processes() if agent in process.name()]

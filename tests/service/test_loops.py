@@ -154,6 +154,8 @@ class TestProgress:
         answer = client.get("/readyz")
         assert (answer.status_code, "loop launch makes no progress" in answer.json()["detail"]) == (503, True)
         assert 'octet_dispatcher_loop_stalled{loop="launch"} 1.0' in client.get("/metrics").text
+        loops = {loop["name"]: loop["is_stalled"] for loop in client.get("/v1/loops").json()["data"]}
+        assert loops["launch"] is True
         health.progressed()
         world.renew()
         assert client.get("/readyz").status_code == 200

@@ -110,3 +110,4 @@ def test_pools_show_what_is_free_and_who_waits(client: TestClient, world: World)
     cpu, h100 = client.get("/v1/pools").json()["data"]
     assert (cpu["slots"], cpu["slots_used"], cpu["jobs_live"], cpu["jobs_queued"]) == (2, 2, 1, 1)
     assert (h100["slots"], h100["slots_used"], h100["accelerator"]) == (8, 0, "cuda")
+    assert (cpu["slots_present"], h100["slots_present"]) == (2, 8)

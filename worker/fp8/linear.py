@@ -27,6 +27,7 @@ from octet.worker import kernels
 from octet.worker.fp8.bf16 import activation_dtype, half_linear, half_matmul, half_to_save
 from octet.worker.fp8.casts import Change, check_cast, moved
 from octet.worker.fp8.fallback import Fallback
+from octet.worker.fp8.fsdp import hold_codes_in_shard, holds_codes, is_shard
 from octet.worker.fp8.gradient_hooks import keep_gradient_in_fp8, once_differentiable, open_port, product_dtype, zero_gradients
 from octet.worker.fp8.handoff import (
     GraphHandoff,
@@ -222,6 +223,13 @@ class Float8Linear(nn.Module):
         """The weight, if it is held as codes."""
         return self.weight if is_float8_weight(self.weight) else None
 
+    @property
+    def reads_residual(self) -> bool:
+        """True if a product may read the weight more precisely than its FP8 codes are."""
+        recipe = self.recipe
+        uses_fp8 = self.fallback is Fallback.NONE and recipe.fp8_in_evaluation
+        return not uses_fp8 or recipe.weight.kind.is_blockwise or bool(recipe.high_precision & {"output", "grad_input"})
+
     def hold_values(self) -> None:
         """Hold the weight as a plain parameter of fp32 values from now on, whose gradient is plain, too."""
         if self.encoded is None:
@@ -291,6 +299,9 @@ class Float8Linear(nn.Module):
     def _note_replaced(self, new: Any) -> None:
         """Let the optimizer of a weight find out that the layer holds another one."""
         old = self._parameters.get("weight")
+        if type(old) is Float8Weight and is_shard(new) and not holds_codes(new):  # in FSDP2
+            hold_codes_in_shard(old, new)
+            vars(self).update(gradient_position=None, _gradient_port=None)  # a gradient is summed over ranks in fp32
         for weight, is_replaced in ((new, False), (old, old is not new)):  # in this order: an alias shares its state
             if type(weight) is Float8Weight:
                 weight.state.is_replaced = is_replaced

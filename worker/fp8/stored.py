@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from octet.worker import kernels
+from octet.worker.fp8.fsdp import holds_codes, is_shard, load_into_shard, values_of_shard
 from octet.worker.fp8.weight import Float8Weight
 
 CODES = "weight_codes"
@@ -96,6 +97,15 @@ def save_layer(layer: Layer, save: Callable[..., None], destination: dict[str, A
         save(destination, prefix, keep_vars)
     finally:
         layer._parameters = parameters
+    shard = destination.get(prefix + "weight")
+    if weight is None and is_shard(shard) and holds_codes(shard):
+        if _is_exact.get():
+            raise ValueError(
+                f"exact_state_dict got {prefix}weight, which FSDP2 has cut; allowed: a whole one. Call get_state_dict(model, "
+                "optimizer) of torch.distributed.checkpoint.state_dict: it brings back the same codes."
+            )
+        if not keep_vars:
+            destination[prefix + "weight"] = values_of_shard(shard)
     if weight is None:
         keep_in_metadata(destination, prefix, (_EXTRA_STATE,))
     elif _is_exact.get():
@@ -136,10 +146,20 @@ def read_weight(layer: Layer, state_dict: dict[str, Any], prefix: str, metadata:
     weight = layer.encoded
     if weight is None and own:
         state_dict[prefix + "weight"] = own["weight"] if came_as_values else decode(own)
+        _load_shard(layer.weight, state_dict, prefix + "weight")
     elif weight is not None and own:
         _load_weight(weight, own, kept, prefix, errors)
         state_dict[prefix + "weight"] = weight  # torch copies it into itself, and keeps it where it would assign
     return came_as_values
+
+
+@torch.no_grad()
+def _load_shard(shard: nn.Parameter, state_dict: dict[str, Any], name: str) -> None:
+    """Write values into a shard of codes, which torch then copies into itself, and keeps where it would assign."""
+    values = state_dict[name]
+    if holds_codes(shard) and is_shard(values) and values.shape == shard.shape:
+        load_into_shard(shard, values)
+        state_dict[name] = shard
 
 
 def _load_weight(weight: Float8Weight, own: dict[str, Tensor], kept: dict[str, Tensor], prefix: str, errors: list[str]) -> None:

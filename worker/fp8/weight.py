@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from octet.worker.kernels.torch_private import (
     correct_aliasing,
     disabled_torch_function,
     is_parameter,
+    keeping_versions,
+    local_of,
     make_wrapper_subclass,
     mark_as_parameter,
     raise_for_raw_pointers,
@@ -55,8 +57,10 @@ class WeightState:
     for E4M3 codes. elements: those that `master`, or a residual of its own, refines, where ranks divide it. has_master: values
     that are assigned wait in `wide` for the optimizer. has_new_codes: codes were loaded since the optimizer's last step.
     is_replaced: a layer holds another parameter now. reduce_amax: makes an amax that of all ranks that hold shards.
-    read_whole: returns the finest values of a weight that ranks divide; all call it together. after_write: is called after
-    each change.
+    read_whole: returns the finest values of a weight that ranks divide; all call it together. padded: codes and residual with
+    the empty rows by which FSDP2 makes all ranks' shards alike. is_gathered: FSDP2 has put it together for a pass. is_stepped:
+    an optimizer of ours holds it. saved_numbers: scale and amax of values that may be loaded next. num_sent: tensors
+    that FSDP2 gathers. after_write: is called after each change.
     """
 
     codes: Tensor
@@ -71,6 +75,11 @@ class WeightState:
     is_replaced: bool = False
     reduce_amax: Callable[[Tensor], Tensor] | None = None
     read_whole: Callable[["Float8Weight"], Tensor] | None = None
+    padded: tuple[Tensor, Tensor | None] | None = None
+    is_gathered: bool = False
+    is_stepped: bool = False
+    saved_numbers: tuple[Tensor, Tensor] | None = None
+    num_sent: int = 0
     entries: list["Entry"] = field(default_factory=list)
     after_write: Callable[[], None] | None = None
 
@@ -188,6 +197,21 @@ class Float8Weight(Tensor):
     def encode(cls, values: Tensor, dtype: torch.dtype, *, has_residual: bool = False) -> "Float8Weight":
         """Return values of any floating dtype rounded to nearest, with one scale."""
         return cls(*encode_values(values, dtype, has_residual=has_residual))
+
+    @classmethod
+    def shard(
+        cls,
+        padded: tuple[Tensor, Tensor | None],
+        num_rows: int,
+        dequant_scale: Tensor,
+        values_amax: Tensor,
+        reduce_amax: Callable[[Tensor], Tensor] | None,
+    ) -> "Float8Weight":
+        """Return the first rows of padded codes, and of their residual, as this rank's shard for FSDP2."""
+        codes, residual = padded
+        made = cls(codes[:num_rows], dequant_scale, values_amax, None if residual is None else residual[:num_rows])
+        made.state.padded, made.state.reduce_amax = padded, reduce_amax
+        return made
 
     @property
     def format(self) -> Format:
@@ -374,7 +398,8 @@ class Float8Weight(Tensor):
     @property
     def _is_all(self) -> bool:
         """True for a weight and its aliases, False for a view. A copy of a view is a plain tensor: the scale is the whole's."""
-        return self.codes is self.state.codes
+        mine, whole = self.codes, self.state.codes
+        return mine is whole or (mine.shape == whole.shape and mine.stride() == whole.stride() and mine.is_set_to(whole))
 
     def _copied(self, copy: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a weight of its own with copies of the parts, and of what refines them."""
@@ -414,6 +439,60 @@ class Float8Weight(Tensor):
 
     # torch's extension points ----------------------------------------------------------------------------------------------
 
+    def fsdp_pre_all_gather(
+        self, _mesh: Any, outer_size: torch.Size, _outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], "GatheredNumbers"]:
+        """Return this rank's codes, padded, and what all ranks know: FSDP2 calls it before each gather, on all ranks together.
+
+        module: that holds the weight. E4M3 codes travel as bytes, and with their residual only where the module reads it.
+        """
+        if self.state.padded is None:
+            raise ValueError(
+                "FSDP2 gathers a weight of codes that fully_shard has not cut; allowed: weights of layers that initialize "
+                "converted. Call initialize before fully_shard, and leave out other parallelism by DTensor."
+            )
+        if mp_policy.param_dtype not in (None, torch.float32):
+            raise ValueError(
+                f"FSDP2 would gather a weight of codes in {mp_policy.param_dtype}; allowed: a MixedPrecisionPolicy without "
+                "param_dtype, since codes travel as they are. Leave it out; reduce_dtype may stay."
+            )
+        codes, residual = self.state.padded
+        sent = [codes if self.codes.dtype == FP16.dtype else codes.view(torch.uint8)]
+        if residual is not None and getattr(module, "reads_residual", True):
+            sent.append(residual)
+        if self.state.num_sent not in (0, len(sent)):
+            raise ValueError(
+                "a layer reads the residual of its weight now, which FSDP2 did not gather at first; allowed: no demotion. "
+                "Leave out statistics_every and demotion, or load demoted layers before the first pass."
+            )
+        self.state.num_sent = len(sent)
+        return tuple(sent), GatheredNumbers(outer_size[0], self.codes.dtype, self.dequant_scale, self.values_amax)
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: Sequence[Tensor],
+        numbers: "GatheredNumbers",
+        _param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple["Float8Weight", tuple[Tensor, ...]] | None:
+        """Return the whole weight, and the tensors that FSDP2 frees with it. FSDP2 calls it after each gather.
+
+        out: the weight of an earlier gather, whose codes FSDP2 has gathered again: only its scale and amax are set.
+        """
+        if out is not None:
+            assert type(out) is Float8Weight
+            mine, new = (out.dequant_scale, out.values_amax), (numbers.dequant_scale, numbers.amax)
+            with torch.no_grad(), keeping_versions(mine):
+                for part, value in zip(mine, new, strict=True):
+                    part.copy_(value)
+            return None
+        codes = gathered[0].view(numbers.dtype)[: numbers.num_rows]
+        residual = gathered[1][: numbers.num_rows] if len(gathered) > 1 else None
+        whole = Float8Weight(codes, numbers.dequant_scale.clone(), numbers.amax.clone(), residual)
+        whole.state.is_gathered = True
+        return whole, tuple(gathered)
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return [name for name, part in self._parts().items() if part is not None], None
 
@@ -426,6 +505,15 @@ class Float8Weight(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _run(func, tuple(args), kwargs or {})
+
+
+class GatheredNumbers(NamedTuple):
+    """What a rank knows of a weight whose codes FSDP2 gathers: rows of the whole, and dtype, scale and amax of its codes."""
+
+    num_rows: int
+    dtype: torch.dtype
+    dequant_scale: Tensor
+    amax: Tensor
 
 
 def rebuild(
@@ -450,8 +538,9 @@ def is_float8_weight(tensor: object) -> TypeGuard[Float8Weight]:
 
 
 def stored(parameter: Tensor) -> Tensor:
-    """Return the tensor that lies in memory for a parameter: a weight's codes, or the parameter itself."""
-    return parameter.codes if type(parameter) is Float8Weight else parameter
+    """Return the tensor that lies in memory for a parameter, or for a shard of it: a weight's codes, or the parameter."""
+    held = local_of(parameter)
+    return held.codes if type(held) is Float8Weight else held
 
 
 def hold(parameter: Tensor, held: Tensor) -> None:
@@ -652,6 +741,11 @@ def _encode_base(weight: Float8Weight, values: Tensor, *, is_finished: bool) -> 
 
 def _hold(weight: Float8Weight, encoded: EncodedWeight, wide: Tensor | None, *, is_assigned: bool) -> None:
     state = weight.state
+    if state.is_gathered:
+        raise ValueError(
+            f"a weight of shape {tuple(state.codes.shape)} is written that FSDP2 has gathered for a pass, and would be lost; "
+            "allowed: writes into its shards. Call reshard() on the module that fully_shard got, or write outside of passes."
+        )
     parts = (state.codes, weight.dequant_scale, weight.values_amax, state.residual)
     for part, new in zip(parts, encoded, strict=True):
         if part is not None:
@@ -736,7 +830,7 @@ def _copy_(_func: Any, target: Any, source: Any, non_blocking: bool = False) -> 
     """Copy parts where both are weights of one format and no write waits; else values."""
     if type(target) is not Float8Weight or type(source) is not Float8Weight or target.shape != source.shape:
         return NotImplemented
-    if target.codes is source.codes:
+    if target.codes is source.codes or (target.state is source.state and target.codes.is_set_to(source.codes)):
         return target
     if source.state.wide is not None or source.state.master is not None or not _are_alike(target, source):
         return NotImplemented
@@ -771,7 +865,14 @@ def _to_device(_func: Any, weight: Float8Weight, **options: Any) -> Any:
     def to_device(part: Tensor) -> Tensor:
         return part.to(device, non_blocking=non_blocking, copy=True)
 
-    moved = Float8Weight(**{name: None if part is None else to_device(part) for name, part in weight._parts().items()})  # type: ignore[arg-type]
+    if weight.state.padded is None:
+        parts = {name: None if part is None else to_device(part) for name, part in weight._parts().items()}
+        moved = Float8Weight(**parts)  # type: ignore[arg-type]
+    else:
+        codes, residual = weight.state.padded
+        padded = to_device(codes), None if residual is None else to_device(residual)
+        numbers = to_device(weight.dequant_scale), to_device(weight.values_amax)
+        moved = Float8Weight.shard(padded, len(weight), *numbers, weight.state.reduce_amax)
     if not weight.codes.is_meta:
         moved._refine(tree_map_only(Tensor, to_device, weight._refinements()))
     return moved
@@ -779,6 +880,14 @@ def _to_device(_func: Any, weight: Float8Weight, **options: Any) -> Any:
 
 def _pin(_func: Any, weight: Float8Weight, *args: Any) -> Tensor:
     return weight._copied(lambda part: part.pin_memory())
+
+
+def _new_zeros(func: Any, weight: Float8Weight, size: Sequence[int], **options: Any) -> Tensor:
+    """Return zeros; for a shard in its padded size its own padded parts, into which FSDP2 then copies the shard."""
+    padded = weight.state.padded
+    if padded is None or any(options.values()) or tuple(size) != padded[0].shape or len(weight) == size[0]:
+        return _like(func, weight, size, **options)
+    return Float8Weight(padded[0], weight.dequant_scale, weight.values_amax, padded[1], weight.state)
 
 
 def _like(func: Any, weight: Float8Weight, *args: Any, **options: Any) -> Tensor:
@@ -797,7 +906,7 @@ _OF_BITS = {aten.view.dtype, aten.view_as_complex.default, aten.view_as_real.def
 _LIKE = (
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
     aten.rand_like.default, aten.randn_like.default, aten.new_ones.default, aten.new_full.default,
-    aten.new_zeros.default, aten.new_empty.default,
+    aten.new_empty.default,
 )  # fmt: skip
 _ON_PARTS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
@@ -807,6 +916,7 @@ _ON_PARTS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_device,
     aten._pin_memory.default: _pin,
     aten.is_same_size.default: _is_same_size,
+    aten.new_zeros.default: _new_zeros,
     **dict.fromkeys(_LIKE, _like),
 }
 

@@ -7,6 +7,7 @@ documents for subclasses to override (`nn.Module._load_from_state_dict`), and a 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -266,6 +267,34 @@ def inductor_config() -> Any:
 
 
 # Communication -------------------------------------------------------------------------------------------------------------
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor that this rank holds, and any other tensor itself.
+
+    By its attribute: a DTensor's class takes a second to load, and `to_local()` returns an alias.
+    """
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def set_local(dtensor: Tensor, local: Tensor) -> None:
+    """Let a DTensor hold another tensor as this rank's part. FSDP2 itself does so where it pads a shard again."""
+    dtensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def first_of_local(dtensor: Any) -> tuple[int, ...]:
+    """Return the indices of the first element that this rank holds of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(dtensor.shape, dtensor.device_mesh, dtensor.placements)
+    return tuple(offset)
+
+
+def keeping_versions(tensors: tuple[Tensor, ...]) -> AbstractContextManager[None]:
+    """Return a context in which autograd does not count changes: what was freed is there again, as FSDP2 gathers it."""
+    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensors)
+    return context
 
 
 def flight_recorder_dumps() -> list[Callable[[bool, bool], str | bytes]]:

@@ -17,6 +17,7 @@ from octet.worker.fp8.weight import stored
 from octet.worker.kernels.cuda import optimizer as kernel
 from octet.worker.kernels.cuda import optimizer_tables as tables
 from octet.worker.kernels.held import hold
+from octet.worker.optim.gradients import gradient_of
 from octet.worker.optim.origin import is_small
 from octet.worker.optim.rules.rule import Group, Rule
 from octet.worker.optim.states import OptimizerStates
@@ -166,8 +167,7 @@ class FusedStep:
 
 
 def _contiguous(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
+    gradient = gradient_of(parameter)
     return gradient if type(gradient) is Float8Gradient else gradient.contiguous()
 
 
@@ -191,7 +191,7 @@ def _addresses(update: Update, rule: Rule) -> list[int]:
             if part in parts:
                 row[column + number] = parts[part].data_ptr()
         column += _NUM_STATE_COLUMNS
-    row[_STEP], row[_NUM_ELEMENTS] = state["step"].data_ptr(), parameter.numel()
+    row[_STEP], row[_NUM_ELEMENTS] = state["step"].data_ptr(), stored(parameter).numel()
     row[_FIRST_ELEMENT], row[_STREAM], row[_GROUP] = update.first_element, update.stream, update.group_index
     return row
 

@@ -1,12 +1,15 @@
 """Read gradients for the optimizer without a wide copy of FP8 codes: fp32 values by the run, and whether all are finite."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octet.worker import kernels
+from octet.worker.fp8.fsdp import is_shard
 from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.kernels.torch_private import local_of
 
 
 class GradientReader:
@@ -26,6 +29,15 @@ class GradientReader:
         if self.dequant_scale is None:
             return run.float()
         return kernels.dequantize(run, self.dequant_scale)
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Return the gradient of what a parameter holds here; of a shard, that of the same rows."""
+    gradient: Any = parameter.grad
+    assert gradient is not None
+    if is_shard(gradient) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return local_of(gradient)
 
 
 def _stacked(numbers: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from octet.worker.optim.gradients import all_finite
+from octet.worker.optim.gradients import all_finite, gradient_of
 from octet.worker.optim.rules.rule import Group
 from octet.worker.optim.states import OptimizerStates
 from octet.worker.optim.stepper import Stepper
@@ -59,10 +59,14 @@ class LowBitOptimizer(OptimizerStates):
                 loss = closure()
         updates = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         self._stepper.follow(self, updates)
-        finite = all_finite(parameter.grad for parameter, _ in updates)
+        finite = all_finite(gradient_of(parameter) for parameter, _ in updates)
         if self.all_ranks_finite is not None:
             finite = self.all_ranks_finite(finite)
+        if self.shards is not None:
+            finite = self.shards.agree_on_finite(finite)
         self._stepper.step(self, updates, finite)
+        if self.shards is not None:
+            self.shards.agree_on_scales(self, [self._weights[held] for held, _ in updates if held in self._weights])
         if self.released is not None:
             finite = self.released.close(finite)
         self.count_step(finite)
@@ -78,8 +82,7 @@ class LowBitOptimizer(OptimizerStates):
     def step_parameter(self, parameter: Tensor, group: Group) -> Tensor:
         """Update one parameter by its gradient, unless that is not finite. Returns whether it is, bool (). See `release.py`."""
         self.follow_weight(parameter)
-        assert parameter.grad is not None
-        finite = all_finite([parameter.grad])
+        finite = all_finite([gradient_of(parameter)])
         self._stepper.step(self, [(parameter, group)], finite, alone=parameter)
         return finite
 

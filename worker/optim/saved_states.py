@@ -10,10 +10,13 @@ from octet.worker.fp8.casts import TRAINABLE_DTYPES
 from octet.worker.optim.codecs import Codec, Parts, select_entries
 from octet.worker.optim.rules.rule import Rule
 
+NUMBERS = "weight_numbers"
+"""The scale and the amax of a shard's codes, among the states of its parameter."""
+
 
 def check_states(saved: Mapping[str, Any], rule: Rule) -> None:
     """Reject the states of another rule."""
-    names = [name for name in saved if name not in ("step", "master_weights")]
+    names = [name for name in saved if name not in ("step", "master_weights", NUMBERS)]
     if set(names) != set(rule.state_codecs):
         raise ValueError(
             f"the saved states are {', '.join(names)}; allowed: {', '.join(rule.state_codecs)}, the states of {rule.name}. "

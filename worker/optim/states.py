@@ -16,16 +16,18 @@ from torch import Tensor, nn
 from octet.worker import kernels
 from octet.worker.common.deferred import is_deferred
 from octet.worker.fp8.casts import TRAINABLE_DTYPES
+from octet.worker.fp8.fsdp import is_shard, load_into_shard
 from octet.worker.fp8.weight import Float8Weight, stored
 from octet.worker.kernels.rounding import NUMBERS_PER_DRAW
-from octet.worker.kernels.torch_private import STEP_HOOKS
+from octet.worker.kernels.torch_private import STEP_HOOKS, local_of
 from octet.worker.metrics.readback import DeferredValue, HostCopy
 from octet.worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
 from octet.worker.optim.held import HeldParameter
 from octet.worker.optim.host_states import HostStates
 from octet.worker.optim.origin import Origin, is_small
 from octet.worker.optim.rules.rule import Defaults, Group, Rule
-from octet.worker.optim.saved_states import check_parts, check_states, copy_parts, entries_of_piece, wrong_dtype
+from octet.worker.optim.saved_states import NUMBERS, check_parts, check_states, copy_parts, entries_of_piece, wrong_dtype
+from octet.worker.optim.shards import Shards, as_shards, local_parts, origin_of
 from octet.worker.optim.weights import (
     Bf16Weight,
     CodesWeight,
@@ -72,6 +74,8 @@ class OptimizerStates(torch.optim.Optimizer):
         self._origins: dict[Tensor, Origin] = {}
         self.pieces: dict[Tensor, nn.Parameter] = {}
         """The piece of each parameter of the model that this optimizer holds instead of the parameter (`sharding.py`)."""
+        self.shards: Shards | None = None
+        """What ranks do together that hold shards of torch's FSDP2; None where no parameter is one."""
         super().__init__(params, {field.name: getattr(defaults, field.name) for field in fields(defaults)})
 
     @property
@@ -99,11 +103,16 @@ class OptimizerStates(torch.optim.Optimizer):
         group = self.param_groups[-1]
         self.rule.check(group)
         for parameter in group["params"]:
-            if type(parameter) is Float8Weight:
-                self._weights[parameter] = QuantizedWeight(parameter)
+            held = local_of(parameter)
+            if type(held) is Float8Weight:
+                self._weights[parameter] = QuantizedWeight(held, shard=None if held is parameter else parameter)
+                held.state.is_stepped = True
             elif parameter.dtype not in TRAINABLE_DTYPES:
                 raise ValueError(wrong_dtype(parameter))
-            self._origins[parameter] = Origin(len(self._origins), 0, parameter.numel())
+            if is_shard(parameter):
+                self.shards = Shards() if self.shards is None else self.shards
+                self.shards.add(parameter)
+            self._origins[parameter] = origin_of(parameter, len(self._origins))
             if parameter.requires_grad and not is_deferred(stored(parameter)):
                 self.allocate(parameter, group)
 
@@ -179,7 +188,13 @@ class OptimizerStates(torch.optim.Optimizer):
             self.host_states.synchronize()
         for parameter in self._weights:
             self._follow_writes(parameter)
-        return super().state_dict() | {"seed": self.seed, "num_skipped_steps": DeferredValue(HostCopy(self._num_skipped).read)}
+        state = super().state_dict() | {"seed": self.seed, "num_skipped_steps": DeferredValue(HostCopy(self._num_skipped).read)}
+        if self.shards is not None:
+            held = [parameter for group in self.param_groups for parameter in group["params"]]
+            state["state"] = {
+                number: as_shards(held[number], own, self._weights.get(held[number])) for number, own in state["state"].items()
+            }
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -200,6 +215,7 @@ class OptimizerStates(torch.optim.Optimizer):
             for parameter, key in zip(group["params"], saved_group["params"], strict=True):
                 if key in state_dict["state"]:
                     saved = state_dict["state"][key]
+                    saved = self._take_numbers(parameter, saved)
                     master = own_masters.pop(parameter, None)
                     if "master_weights" in saved and parameter in self._weights:
                         self._weights[parameter].weight.state.wide = None
@@ -207,9 +223,19 @@ class OptimizerStates(torch.optim.Optimizer):
                         saved = saved | {"master_weights": master}
                     self._load(parameter, group, saved, saved_group)
 
+    def _take_numbers(self, parameter: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        """Bring back the codes of a shard by their saved scale and amax, also where values come later. Returns the rest."""
+        numbers, weight = saved.get(NUMBERS), self._weights.get(parameter)
+        if numbers is not None and weight is not None and is_shard(parameter):
+            state = weight.weight.state
+            state.saved_numbers = numbers["dequant_scale"], numbers["amax"]
+            load_into_shard(weight.weight, weight.weight.dequantize())
+            state.saved_numbers = numbers["dequant_scale"], numbers["amax"]
+        return {name: value for name, value in saved.items() if name != NUMBERS}
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold; torch's own drops every attribute that it does not know."""
-        own = ["seed", "all_ranks_finite", "fused", "_num_skipped", "_weights", "_origins", "pieces", "host_states"]
+        own = ["seed", "all_ranks_finite", "fused", "_num_skipped", "_weights", "_origins", "pieces", "shards", "host_states"]
         return super().__getstate__() | {name: getattr(self, name) for name in (*own, *STEP_HOOKS)}
 
     @torch.no_grad()
@@ -221,6 +247,9 @@ class OptimizerStates(torch.optim.Optimizer):
                 "Accelerate does for FSDP2. Use octet.parallelize in the place of FSDP, or add what is new by add_param_group."
             )
         weight, state = self._weights.get(parameter), self.state.get(parameter)
+        if weight is not None and is_shard(parameter) and weight.weight.state is not local_of(parameter).state:  # type: ignore[attr-defined]
+            weight.weight = local_of(parameter)  # type: ignore[assignment]
+            weight.weight.state.has_new_codes = weight.weight.state.is_stepped = True
         if weight is None and parameter.dtype not in TRAINABLE_DTYPES:
             raise ValueError(wrong_dtype(parameter))
         if weight is not None and weight.weight.state.is_replaced:
@@ -286,7 +315,7 @@ class OptimizerStates(torch.optim.Optimizer):
         """Return states before the first step: the number of steps, and dicts of plain tensors."""
         state: dict[str, Any] = {"step": self._new_step_count(parameter, 0)}
         for name in self.rule.state_codecs:
-            state[name] = zeros(self.codec(parameter, group, name), parameter.numel(), parameter.device)
+            state[name] = zeros(self.codec(parameter, group, name), stored(parameter).numel(), parameter.device)
         return state
 
     def _load(self, parameter: Tensor, group: Group, saved: dict[str, Any], saved_group: Group) -> None:
@@ -295,17 +324,17 @@ class OptimizerStates(torch.optim.Optimizer):
         state = self.state[parameter] = {"step": self._new_step_count(parameter, int(saved["step"]))}
         for name in self.rule.state_codecs:
             codec, saved_codec = self.codec(parameter, group, name), self.codec(parameter, saved_group, name)
-            parts = saved[name] if isinstance(saved[name], dict) else {"codes": saved[name].float().reshape(-1)}
+            parts = saved[name] if isinstance(saved[name], dict) else {"codes": local_of(saved[name]).float().reshape(-1)}
             check_parts(name, parts, saved_codec)
-            state[name] = copy_parts(self._own_entries(parameter, parts), parameter.device)
+            state[name] = copy_parts(self._own_entries(parameter, parts, saved_codec), parameter.device)
             if codec is not saved_codec:
                 values = saved_codec.decode(state[name])
-                state[name] = zeros(codec, parameter.numel(), parameter.device)
-                self.stored_state(parameter, group, name).write(range(parameter.numel()), values)
+                state[name] = zeros(codec, values.numel(), parameter.device)
+                self.stored_state(parameter, group, name).write(range(values.numel()), values)
         weight = self._weights.get(parameter)
         if weight is not None and weight.needs_master:
             if "master_weights" in saved:
-                master = copy_parts(self._own_entries(parameter, saved["master_weights"]), parameter.device)
+                master = copy_parts(self._own_entries(parameter, saved["master_weights"], None), parameter.device)
                 state["master_weights"] = master
                 if weight.weight.state.wide is None and is_rounding(weight, master):
                     link_master(weight, master)  # else what was loaded waits: the next step makes a master of it
@@ -314,10 +343,12 @@ class OptimizerStates(torch.optim.Optimizer):
         if self.host_states is not None:
             self.host_states.hold(state)
 
-    def _own_entries(self, parameter: Tensor, parts: Parts) -> Parts:
+    def _own_entries(self, parameter: Tensor, parts: Parts, codec: Codec | None) -> Parts:
         """The entries of saved parts for the elements of a parameter: all, unless it is a piece of what was saved."""
-        _, first_element, num_elements, *_ = self._origins[parameter]
-        return entries_of_piece(parts, range(first_element, first_element + parameter.numel()), num_elements)
+        origin, num_held = self._origins[parameter], stored(parameter).numel()
+        if is_shard(parameter):
+            parts = local_parts(parts, origin, num_held, codec)
+        return entries_of_piece(parts, range(origin.first_element, origin.first_element + num_held), origin.num_elements)
 
     def codec_names(self, group: Group) -> tuple[str, ...]:
         """Return the codecs of large parameters' states, in the rule's order; torch's groups name none: fp32."""
@@ -336,7 +367,8 @@ class OptimizerStates(torch.optim.Optimizer):
         draw = self._draw(parameter, self.first_stream(parameter))
         weight = self._weights.get(parameter)
         if weight is None:
-            return Fp32Weight(parameter) if parameter.dtype == torch.float32 else Bf16Weight(parameter, draw)
+            held = stored(parameter)
+            return Fp32Weight(held) if held.dtype == torch.float32 else Bf16Weight(held, draw)
         bound = self.rule.bound_after_step(weight.amax, int(self.state[parameter]["step"]), group)
         if weight.needs_master:
             return MasterWeight(weight, self.state[parameter]["master_weights"], bound, draw)

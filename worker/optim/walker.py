@@ -7,7 +7,7 @@ that no tensor is wide as a whole. The kernels' twin of it is `worker/kernels/cu
 
 from torch import Tensor
 
-from octet.worker.optim.gradients import GradientReader
+from octet.worker.optim.gradients import GradientReader, gradient_of
 from octet.worker.optim.rules.rule import Group
 from octet.worker.optim.states import OptimizerStates
 from octet.worker.optim.weights import runs
@@ -15,12 +15,12 @@ from octet.worker.optim.weights import runs
 
 def update(optimizer: OptimizerStates, parameter: Tensor, group: Group) -> None:
     """Step a parameter by its gradient, which is finite. Allocates states that are missing."""
-    assert parameter.grad is not None
+    gradient = gradient_of(parameter)
     state = optimizer.state[parameter] or optimizer.allocate(parameter, group)
     state["step"] += 1
-    gradients, weight = GradientReader(parameter.grad), optimizer.stored_weight(parameter, group)
+    gradients, weight = GradientReader(gradient), optimizer.stored_weight(parameter, group)
     stored = {name: optimizer.stored_state(parameter, group, name) for name in optimizer.rule.state_codecs}
-    for elements in runs(parameter.numel()):
+    for elements in runs(gradient.numel()):
         values, states = weight.read(elements), {name: state.read(elements) for name, state in stored.items()}
         optimizer.rule.step_(values, gradients.read(elements), states, int(state["step"]), group)
         weight.write(elements, values)

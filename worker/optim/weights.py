@@ -30,17 +30,20 @@ class QuantizedWeight:
     FP16 codes hold all that training needs. float8_e4m3fn codes also need the digits that they round away: in `residual`, INT8,
     the value's position inside the code's rounding interval, or in a master weight that the optimizer holds.
     elements: those of the piece. codes_amax: the amax of the whole weight's decoded codes, fp32 (), where no rank holds the
-    whole codes for long.
+    whole codes for long. shard: the DTensor in the optimizer's groups, of which `weight` is what this rank holds.
     """
 
     weight: Float8Weight
     piece: nn.Parameter | None = None
     elements: range | None = None
     codes_amax: Tensor | None = None
+    shard: Tensor | None = None
 
     @property
     def parameter(self) -> Tensor:
         """The tensor in the optimizer's groups."""
+        if self.shard is not None:
+            return self.shard
         return self.weight if self.piece is None else self.piece
 
     @property
@@ -234,7 +237,10 @@ def new_master(weight: QuantizedWeight, draw: Draw | None = None) -> dict[str, T
         return master_of(weight, weight.values(), weight.codes_amax)
     whole = weight.whole_values().float()
     is_rounded_again = wide is not None and not weight.weight.state.is_assigned
-    return master_of(weight, weight.select(whole), kernels.compute_amax(whole), draw if is_rounded_again else None)
+    amax, state = kernels.compute_amax(whole), weight.weight.state
+    if state.padded is not None and state.reduce_amax is not None:
+        amax = state.reduce_amax(amax)
+    return master_of(weight, weight.select(whole), amax, draw if is_rounded_again else None)
 
 
 def master_of(weight: QuantizedWeight, values: Tensor, amax: Tensor, draw: Draw | None = None) -> dict[str, Tensor]:

@@ -19,7 +19,8 @@ from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.mesh import Axes, Axis, TensorInPieces
 from octet.worker.models.model import Losses, TrainedModel
 from octet.worker.optim import LowBitOptimizer, clip_grad_norm_
-from octet.worker.parallel.agree import agree_on_amaxes, agree_on_finite
+from octet.worker.optim.shards import agree_on_finite
+from octet.worker.parallel.agree import agree_on_amaxes
 from octet.worker.parallel.data_parallel import MAX_ELEMENTS, GradientBuckets
 from octet.worker.parallel.norm import clip_together
 from octet.worker.parallel.pipeline.parallel import PipelinedModel

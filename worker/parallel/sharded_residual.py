@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NoReturn
 
 from octet.worker.common.deferred import sliceable
-from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.mesh import TensorInPieces
 from octet.worker.optim import QuantizedWeight
@@ -35,7 +34,7 @@ class ShardedResidual:
     def follow_layer(self) -> None:
         """Put the residual together for good if the layer reads it by now: it was demoted. All ranks call it together."""
         layer = self._layer
-        if layer is not None and layer.whole_residual is not None and reads_residual(layer):
+        if layer is not None and layer.whole_residual is not None and layer.reads_residual:
             with self.whole():
                 pass
 
@@ -55,20 +54,13 @@ class ShardedResidual:
         layer, weight = self._layer, self.weight.weight
         if layer is None or weight.residual is None:
             return
-        if reads_residual(layer):
+        if layer.reads_residual:
             weight.state.own_residual = layer.whole_residual = None
             return
         with sliceable(weight.residual) as whole:
             weight.state.own_residual = self.weight.select(whole).clone()
         weight.hold_codes(weight.codes, None)
         layer.whole_residual = _Whole(self)
-
-
-def reads_residual(layer: Float8Linear) -> bool:
-    """Return True if a product may read the weight more precisely than its FP8 codes are."""
-    recipe = layer.recipe
-    uses_fp8 = layer.fallback is Fallback.NONE and recipe.fp8_in_evaluation
-    return not uses_fp8 or recipe.weight.kind.is_blockwise or bool(recipe.high_precision & {"output", "grad_input"})
 
 
 class _Whole:

@@ -23,7 +23,7 @@ from octet.worker.mesh.saved import changed
 from octet.worker.models.model import Part, TensorRole, TrainedModel
 from octet.worker.optim import LowBitOptimizer
 from octet.worker.optim.sharding import check_unused, decoded, hold_shards
-from octet.worker.parallel.agree import agree_on_weight_scales
+from octet.worker.optim.shards import agree_on_weight_scales
 from octet.worker.parallel.sequence import LAYER_ROLES, check_sequence, divide_tokens
 from octet.worker.parallel.strategy import DividedModel, Division, Strategy, check_compiled, check_loss_scaling
 from octet.worker.parallel.tensor_layers import surround

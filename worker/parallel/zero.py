@@ -26,7 +26,7 @@ from octet.worker.mesh import Axis, Pending, TensorInPieces
 from octet.worker.models.blocks import repeated_blocks
 from octet.worker.optim import LowBitOptimizer
 from octet.worker.optim.sharding import cut_into_pieces, make_piece, shares_memory
-from octet.worker.parallel.agree import agree_on_finite, agree_on_weight_scales
+from octet.worker.optim.shards import agree_on_finite, agree_on_weight_scales
 from octet.worker.parallel.bucket_layout import Piece
 from octet.worker.parallel.buckets import Bucket
 from octet.worker.parallel.data_parallel import GradientBuckets, in_turn

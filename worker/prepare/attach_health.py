@@ -8,19 +8,22 @@ import torch
 from torch import nn
 
 from octet.api_schemas import PrecisionSpec
+from octet.api_schemas.levels import LEVELS
 from octet.worker.fp8.convert import ConversionReport
+from octet.worker.fp8.fsdp import holds_codes, is_shard
 from octet.worker.fp8.health import LayerDemoted, StepKeeper
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.loss_scaling import LossScaling, scale_losses
 from octet.worker.fp8.statistics import OperandSample
-from octet.worker.optim import LowBitOptimizer
+from octet.worker.optim import REPRESENTABLE, LowBitOptimizer, adopt, take_over
 
 
-def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0) -> None:
     """Let the FP8 layers of a model follow an optimizer that was made after `initialize`, as FSDP2 needs it to be.
 
     Each of its steps then closes the windows of delayed scaling and the samples of `statistics_every`, as the steps of an
-    optimizer do that `initialize` was given. Nothing happens at levels and with recipes that have neither. Raises ValueError
+    optimizer do that `initialize` was given. Where FSDP2's shards hold codes, Adam and AdamW become `LowBitAdamW` with
+    states in the level's formats, as in `initialize`. Nothing else happens. seed: for stochastic rounding. Raises ValueError
     for a model that is not initialized, follows an optimizer already, or is not what the optimizer trains.
     """
     report = getattr(model, "octet_report", None)
@@ -32,6 +35,8 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             "the optimizer has none of the model's parameters; allowed: the one that trains it. Make it after fully_shard, "
             "which replaces parameters."
         )
+    if type(optimizer) in REPRESENTABLE and any(is_shard(held) and holds_codes(held) for held in model.parameters()):
+        take_over(optimizer, adopt(optimizer, LEVELS[report.level], seed=seed))
     if isinstance(report.health, StepKeeper):
         follow(report.health, optimizer)
 

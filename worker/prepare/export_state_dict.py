@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from octet.worker.fp8.fsdp import holds_codes, is_shard, whole_values
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.loss_scaling import STATE_BUFFER
 from octet.worker.fp8.operand import OperandScaling
@@ -37,7 +38,7 @@ def plain_tensors(
         if not isinstance(held, nn.Parameter):
             yield name, held.detach()
         # No variable holds the values while the next are decoded.
-        elif type(held) is Float8Weight:
+        elif holds_codes(held):
             yield name, reader.values(held).to(dtype)
         else:
             yield name, reader.values(held)
@@ -70,7 +71,9 @@ class OwnParameters:
     """Reads the parameters of a model that this process holds whole."""
 
     def values(self, parameter: Tensor) -> Tensor:
-        """Return the values."""
+        """Return the values; those of a shard of FSDP2 are put together, by all ranks together."""
+        if is_shard(parameter):
+            return whole_values(parameter)
         return parameter.dequantize() if type(parameter) is Float8Weight else parameter.detach()
 
     def codes(self, weight: Float8Weight) -> Tensor:

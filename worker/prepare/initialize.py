@@ -182,7 +182,7 @@ def _adopt(
         adopted = adopt(optimizer, precision.storage, seed=seed)
         optimizer = take_over(optimizer, adopted)
     for parameter in conversion.model.parameters():  # masters exist now; a layer that is not trained, or not yet, has none
-        if is_float8_weight(parameter):
+        if is_float8_weight(parameter) and not (_is_sharded(optimizer, None) and parameter.requires_grad):
             parameter.state.wide = None
     return optimizer
 

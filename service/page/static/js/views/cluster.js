@@ -45,11 +45,15 @@ async function healthOf(signal) {
     (error) => error,
   );
   if (ready?.status === 0 || signal.aborted) throw ready;
+  /** @type {{data: import("octet-types").Loop[]}} */
+  const { data } = await ask("/v1/loops", { signal });
+  const loops = data.map((loop) => [loop.name, loop.is_stalled ? "makes no progress" : "runs"]);
   const words = ready
     ? problem(ready)
     : h("p", { class: "good" }, "✓ Ready: the database answers, a dispatcher leads, its loops make progress.");
   return [
     words,
+    data.length ? grid("Loops of the dispatcher", ["Loop", "It"], loops, 1) : "",
     h(
       "p",
       { class: "muted" },
@@ -75,11 +79,13 @@ async function poolsOf(signal) {
       h("span", { class: "used" }, h("span", { class: "bar" }, bar), `${count(pool.slots_used)} of ${count(pool.slots)}`),
       count(pool.jobs_live),
       count(pool.jobs_queued),
+      pool.slots_present === null ? "not seen yet" : `${count(pool.slots_present)} slots`,
       bytes(pool.memory_per_device_bytes),
       count(pool.threads_per_worker),
     ];
   });
-  return [grid("Pools", ["Pool", "Kind", "Slots", "Live jobs", "Waiting", "Memory a device", "Threads a worker"], rows, 3)];
+  const columns = ["Pool", "Kind", "Slots", "Live jobs", "Waiting", "Nodes offer", "Memory a device", "Threads a worker"];
+  return [grid("Pools", columns, rows, 3)];
 }
 
 /** @param {AbortSignal} signal */

@@ -1,0 +1,144 @@
+"""The parameters of torch's FSDP2 in an optimizer: DTensors, of which each rank steps its own rows.
+
+The ranks agree on whether gradients are finite before a step, and on the weights' scales after it. In a
+state dict each part of a state is a DTensor of the rows that its parameter has, so that
+`torch.distributed.checkpoint` saves what ranks hold. What gloo cannot send (float8, int16)
+is bytes in it. Scales of blocks go by rows as well where blocks do not cross them, and can then be loaded by
+other numbers of ranks; else each rank's scales are a row of their own.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octet.worker.fp8.fsdp import axis_of, elements_of, is_shard, like_shard
+from octet.worker.kernels.formats import BLOCK
+from octet.worker.kernels.torch_private import local_of
+from octet.worker.mesh import Axis
+from octet.worker.optim.codecs import Codec, Parts
+from octet.worker.optim.origin import Origin
+from octet.worker.optim.saved_states import NUMBERS
+from octet.worker.optim.weights import QuantizedWeight
+
+
+class Shards:
+    """The ranks that hold the shards of an optimizer's parameters."""
+
+    def __init__(self) -> None:
+        self._axes: dict[str, Axis] = {}
+        self._axis_names: dict[Tensor, str] = {}
+
+    def add(self, parameter: Tensor) -> None:
+        """Take in a DTensor. Raises ValueError for one that is not cut by rows."""
+        axis = axis_of(parameter)
+        assert axis.group is not None
+        name = axis.group.group_name
+        self._axes.setdefault(name, axis)
+        self._axis_names[parameter] = name
+
+    def agree_on_finite(self, finite: Tensor) -> Tensor:
+        """Return whether the gradients of all ranks are finite. finite: those of this rank, bool ()."""
+        for axis in self._axes.values():
+            finite = agree_on_finite(axis, finite)
+        return finite
+
+    def agree_on_scales(self, optimizer: torch.optim.Optimizer, weights: Sequence[QuantizedWeight]) -> None:
+        """Give weights that the ranks have stepped one amax and one scale. All ranks call it together."""
+        for name, axis in self._axes.items():
+            mine = [weight for weight in weights if self._axis_names.get(weight.parameter) == name]
+            owned = [weight.codes.numel() > 0 for weight in mine]
+            is_owned = None if all(owned) else torch.tensor(owned, device=axis.device)
+            agree_on_weight_scales(optimizer, mine, is_owned, axis)
+
+
+def agree_on_finite(axis: Axis, finite: Tensor) -> Tensor:
+    """Return whether the gradients of all ranks of the axis are finite. finite: those of this rank, bool ()."""
+    return axis.max_((~finite).to(axis.device, torch.float32)) == 0
+
+
+def agree_on_weight_scales(
+    optimizer: torch.optim.Optimizer, weights: Sequence[QuantizedWeight], is_owned: Tensor | None, axis: Axis
+) -> None:
+    """Give each weight the largest amax and scale of the axis; NaN where one is not finite. All ranks call it together.
+
+    is_owned: bool (weights), True for a weight if this rank has stepped some of its elements; None
+    for all weights.
+    """
+    if not weights:
+        return
+    written = torch.stack([torch.stack([weight.amax.reshape(()), weight.dequant_scale.reshape(())]) for weight in weights])
+    if is_owned is not None:
+        written = torch.where(is_owned[:, None], written, 0.0)
+    amaxes, scales = axis.max_(written).unbind(1)
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    for weight, amax, dequant_scale in zip(weights, amaxes, scales, strict=True):
+        weight.amax.copy_(amax)
+        weight.dequant_scale.copy_(dequant_scale)
+        if weight.needs_master:
+            master_scale = optimizer.state[weight.parameter]["master_weights"]["dequant_scale"]
+            master_scale.copy_(torch.where(dequant_scale.isfinite(), master_scale, torch.nan))
+
+
+def origin_of(parameter: Tensor, index: int) -> Origin:
+    """Return the elements that a parameter of the groups holds here. index: of the parameter."""
+    return Origin(index, elements_of(parameter).start if is_shard(parameter) else 0, parameter.numel())
+
+
+def as_shards(parameter: Tensor, state: Mapping[str, Any], weight: QuantizedWeight | None) -> Mapping[str, Any]:
+    """Return a parameter's states as DTensors, with the scale and the amax of its codes; as they are for no shard."""
+    if not is_shard(parameter):
+        return state
+    shards: dict[str, Any] = {
+        name: {part: _as_shard(parameter, part, held) for part, held in value.items()} if isinstance(value, dict) else value
+        for name, value in state.items()
+    }
+    if weight is not None:
+        shards[NUMBERS] = {"dequant_scale": weight.dequant_scale.clone(), "amax": weight.amax.clone()}
+    return shards
+
+
+def _as_shard(parameter: Any, part: str, held: Tensor) -> Tensor:
+    """Return a part of a state, 1-D, as a DTensor; a scale () of the whole is the same on all ranks."""
+    if held.dim() == 0:
+        return held
+    rows, row_size = len(local_of(parameter)), parameter.numel() // max(len(parameter), 1)
+    if part == "codes":
+        return like_shard(parameter, _sendable(held.view(rows, *parameter.shape[1:])))
+    if row_size % BLOCK == 0:
+        return like_shard(parameter, _sendable(held.view(rows, row_size // BLOCK)))
+    num_ranks = axis_of(parameter).size
+    longest = -(-(-(-len(parameter) // num_ranks) * row_size) // BLOCK)
+    padded = held.new_zeros(1, longest)
+    padded[0, : held.numel()] = held
+    return like_shard(parameter, _sendable(padded), num_rows=num_ranks)
+
+
+def _sendable(held: Tensor) -> Tensor:
+    """Return what every backend can send: bytes in the place of float8 and int16, which gloo has not."""
+    return held.view(torch.uint8) if held.dtype in (torch.float8_e4m3fn, torch.int16) else held
+
+
+def local_parts(parts: Parts, origin: Origin, num_held: int, codec: Codec | None) -> Parts:
+    """Return this rank's entries of saved parts, 1-D; parts of the whole stay. codec: of the state; None: a master weight.
+
+    num_held: elements that this rank holds. Raises ValueError for what other cuts have saved.
+    """
+    codes = parts["codes"]
+    if not is_shard(codes):
+        if codes.numel() != num_held and len(parts) > 1 + (codec is None) and origin.first_element % BLOCK:
+            raise ValueError(
+                f"a state of a whole parameter is cut at element {origin.first_element}, inside of a block of {BLOCK}; "
+                "allowed: states saved by as many ranks, or rows that blocks do not cross. Save them under fully_shard."
+            )
+        return parts
+    local = {name: local_of(part).reshape(-1) for name, part in parts.items()}
+    if local["codes"].numel() != num_held:
+        raise ValueError(
+            f"a saved state has {local['codes'].numel()} elements on this rank; allowed: {num_held}, as its parameter. Load it "
+            "by torch.distributed.checkpoint, into what get_state_dict returns for this model."
+        )
+    if codec is None:
+        return local | {"dequant_scale": parts["dequant_scale"]}
+    return {name: local[name].view(part.dtype)[: part.shape(num_held)[0]] for name, part in codec.parts.items()}
