@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from octet import initialize, parallelize
+from octet import carry_model_state, initialize, parallelize
 
 
 def data(num_examples: int) -> TensorDataset:
@@ -22,20 +22,22 @@ def data(num_examples: int) -> TensorDataset:
     return TensorDataset(inputs, torch.tanh(inputs @ torch.randn(64, 16, generator=generator) / 8))
 
 
-def train(level: str, num_epochs: int) -> list[Tensor]:
-    """Return the loss of each optimizer step."""
+def train(level: str, num_epochs: int, folder: str | None = None, num_done: int = 0) -> list[Tensor]:
+    """Return the loss of each optimizer step. folder: gets the state after each epoch. num_done: epochs to continue after."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 16))
-    model = model.to(accelerator.device)
+    # It moves the model and registers it for `save_state`; in evaluation mode Accelerate does not wrap it in DDP.
+    model = accelerator.prepare_model(model, evaluation_mode=True)
     model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=num_epochs * 16)
+    carry_model_state(model, optimizer)  # a resume is equal bit for bit
     parallel = parallelize(model, optimizer, zero_stage=1)  # on one process it changes nothing
-    if accelerator.num_processes == 1:  # on several it would wrap the model in DDP
-        model = accelerator.prepare(model)
     optimizer, loader, schedule = accelerator.prepare(optimizer, DataLoader(data(512), batch_size=16), schedule)
+    if num_done:
+        accelerator.load_state(f"{folder}/epoch-{num_done}")
     losses = []
-    for _ in range(num_epochs):
+    for epoch in range(num_done, num_epochs):
         for inputs, targets in loader:
             with accelerator.accumulate(model), parallel.no_sync(not accelerator.sync_gradients):
                 loss = (model(inputs) - targets).square().mean()
@@ -46,6 +48,8 @@ def train(level: str, num_epochs: int) -> list[Tensor]:
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
+        if folder is not None:
+            accelerator.save_state(f"{folder}/epoch-{epoch + 1}")
     return losses
 
 
@@ -54,8 +58,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--level", default="O2")
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--folder", default=None, help="for the state after each epoch")
+    parser.add_argument("--resume", type=int, default=0, help="the number of the epoch to continue after")
     options = parser.parse_args()
-    losses = train(options.level, options.epochs)
+    losses = train(options.level, options.epochs, options.folder, options.resume)
     if Accelerator().is_main_process:
         sys.stdout.write(f"{options.level}: loss {losses[0]:.4f} -> {losses[-1]:.4f}\n")
 

@@ -84,6 +84,7 @@ ELSEWHERE = {
     r"\.venv/bin/python examples/transformers/train\.py .*": Elsewhere(_EXAMPLES, "def test_trainer"),
     r"\.venv/bin/python examples/accelerate/train\.py .*": Elsewhere(_EXAMPLES, "def test_accelerate"),
     r"\.venv/bin/python examples/fabric/train\.py .*": Elsewhere(_EXAMPLES, "def test_fabric"),
+    r"\.venv/bin/python examples/lightning/train\.py .*": Elsewhere(_EXAMPLES, "def test_lightning"),
     r"\.venv/bin/torchrun .* examples/pipeline/train\.py .*": Elsewhere(
         "tests/worker/parallel/test_pipeline_example.py", "def test_the_example_trains_under_torchrun"
     ),

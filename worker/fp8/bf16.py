@@ -24,7 +24,7 @@ class HalfLinear(nn.Module):
     returns_16_bits: ClassVar[bool] = True
 
     def __init__(self, linear: nn.Module, compute_dtype: torch.dtype) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         layout = layout_of(linear)
         assert layout is not None
         self.in_features, self.out_features, self.is_transposed = layout
@@ -44,6 +44,13 @@ class HalfLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, gemm={self.compute_dtype}"
+
+
+class HalfNNLinear(HalfLinear, nn.Linear):  # type: ignore[misc]
+    """Takes the place of an `nn.Linear`, and is one for code that looks for them, as PEFT does."""
+
+    def _get_name(self) -> str:
+        return HalfLinear.__name__
 
 
 def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype) -> Tensor:

@@ -83,7 +83,7 @@ class Float8Linear(nn.Module):
 
         statistics_every: optimizer steps between two samples of how well FP8 holds the operands; 0 for none.
         """
-        super().__init__()
+        nn.Module.__init__(self)
         layout = layout_of(linear)
         assert layout is not None
         self.in_features, self.out_features, self.is_transposed = layout
@@ -366,6 +366,16 @@ class Float8Linear(nn.Module):
         if weight.move(partial(moved, fn=fn)):
             self._open_port()
         return self
+
+
+class Float8NNLinear(Float8Linear, nn.Linear):  # type: ignore[misc]
+    """Takes the place of an `nn.Linear`, and is one for code that looks for them, as PEFT does.
+
+    The layer in the place of a `Conv1D` is none: its weight is (K, N), and PEFT would merge (N, K) into it.
+    """
+
+    def _get_name(self) -> str:
+        return Float8Linear.__name__
 
 
 class ForwardPass(NamedTuple):

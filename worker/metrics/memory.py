@@ -24,6 +24,7 @@ def memory_report(
     of compiled graphs (4 bytes) and its count of rounded additions (8 bytes), and an optimizer's counter (8 bytes).
     `scales` are all dequant_scales of weights, gradients and states; `other` is the rest of buffers and states.
     converted_only: count only weights that `initialize` converted and the tensors that belong to them, without biases.
+    optimizer: may be a wrapper, like those of Accelerate and Lightning. Raises TypeError if it holds no optimizer, or several.
     """
     num_bytes = dict.fromkeys(CLASSES, 0)
     for kind, storage in _storages(model, optimizer, converted_only=converted_only, on_host=False):
@@ -36,6 +37,7 @@ def fp32_report(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
     Every value counts once, so there are no master weights. A rank that holds a part of a tensor counts that part.
     """
+    optimizer = _unwrapped(optimizer)
     pieces: dict[Tensor, nn.Parameter] = getattr(optimizer, "pieces", {})
     num_elements = dict.fromkeys(("weights", "gradients", "exp_avg", "exp_avg_sq"), 0)
     for parameter in model.parameters():
@@ -48,6 +50,21 @@ def fp32_report(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
             if name in num_elements:
                 num_elements[name] += piece.numel()
     return {name: 4 * number for name, number in num_elements.items()}
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer within wrappers, each of which has it in one of its attributes."""
+    while True:
+        held = getattr(optimizer, "__dict__", {}).values()
+        inner = {id(each): each for each in held if isinstance(each, torch.optim.Optimizer)}
+        if not inner and isinstance(optimizer, torch.optim.Optimizer):
+            return optimizer
+        if len(inner) != 1:
+            raise TypeError(
+                f"optimizer: got a {type(optimizer).__name__} that holds {len(inner)} optimizers; allowed: a "
+                "torch.optim.Optimizer, a wrapper of one, or None. Pass the optimizer that initialize returned."
+            )
+        [optimizer] = inner.values()
 
 
 def host_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
@@ -73,6 +90,7 @@ def held_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, converted_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every plain tensor that model and optimizer hold, with its class, wherever it lies."""
+    optimizer = None if optimizer is None else _unwrapped(optimizer)
     pieces: dict[Tensor, nn.Parameter] = getattr(optimizer, "pieces", {})
     residuals: dict[Tensor, Tensor] = getattr(optimizer, "own_residuals", {})
     parameters, buffers = _converted(model) if converted_only else (model.parameters(), model.named_buffers())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from octet.api_schemas.levels import Level
 from octet.api_schemas.precision import PrecisionSpec
-from octet.worker.fp8.bf16 import HalfLinear
+from octet.worker.fp8.bf16 import HalfLinear, HalfNNLinear
 from octet.worker.fp8.convert import (
     ConversionReport,
     filter_layers,
@@ -20,7 +20,7 @@ from octet.worker.fp8.convert import (
     table_borrowed_by,
 )
 from octet.worker.fp8.fallback import Fallback
-from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.linear import Float8Linear, Float8NNLinear
 from octet.worker.fp8.recipe import Recipe
 from octet.worker.fp8.rounding_position import RoundingPosition
 from octet.worker.fp8.sequence import take_over_activations
@@ -128,7 +128,12 @@ def _replace(
             make = _float8_converter(precision, seed)
         model = replace_layers(model, selected, make if source is None else _filled(make, source))
         take_over_activations(model)
-    return replace_layers(model, in_half, lambda linear: HalfLinear(linear, half_dtype(storage)))
+
+    def in_16_bits(linear: nn.Module) -> nn.Module:
+        layer = HalfNNLinear if isinstance(linear, nn.Linear) else HalfLinear
+        return layer(linear, half_dtype(storage))
+
+    return replace_layers(model, in_half, in_16_bits)
 
 
 def half_dtype(level: Level) -> torch.dtype:
@@ -152,7 +157,8 @@ def _float8_converter(precision: PrecisionSpec, seed: int) -> Callable[[nn.Linea
     def make(linear: nn.Linear) -> nn.Module:
         position = RoundingPosition(seed, next(streams)) if precision.holds_fp8_gradients else None
         encoded = encode_weight(linear.weight, storage)
-        return Float8Linear(linear, recipe, encoded, position, precision.resolved_statistics_every)
+        layer = Float8NNLinear if isinstance(linear, nn.Linear) else Float8Linear
+        return layer(linear, recipe, encoded, position, precision.resolved_statistics_every)
 
     return make
 

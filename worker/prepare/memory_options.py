@@ -68,7 +68,7 @@ def fuse_loss(model: nn.Module) -> None:
     """
     network = _network_of(model)
     head = getattr(model, "head", None) if network is None else network.get_output_embeddings()
-    is_plain = type(head) in (nn.Linear, HalfLinear) and "forward" not in vars(head)
+    is_plain = (type(head) is nn.Linear or isinstance(head, HalfLinear)) and "forward" not in vars(head)
     if not isinstance(head, nn.Module) or not is_plain or head._forward_hooks or head._forward_pre_hooks:
         found = "none" if head is None else f"a {type(head).__name__}"
         raise ValueError(

@@ -54,6 +54,14 @@ def test_fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert_learns("O2", capsys.readouterr().out)
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's own warnings
+def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    [command] = [command for command in commands(DOCUMENT) if "examples/lightning/train.py" in command]
+    run(command, tmp_path, monkeypatch, epochs="2")
+    assert_learns("O2", capsys.readouterr().out)
+    assert {path.name for path in (tmp_path / "lightning").iterdir()} == {"epoch=0.ckpt", "epoch=1.ckpt"}
+
+
 def on_two_ranks(script: str, level: str) -> subprocess.CompletedProcess[str]:
     """Run a command of the document under torchrun, for one epoch at a level."""
     [command] = [command for command in commands(DOCUMENT) if script in command and "torchrun" in command]

@@ -163,6 +163,48 @@ def test_results_share_no_memory() -> None:
         assert len(given.union(results)) == len(given) + len(results), op
 
 
+def one_call_of_each() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The first call of each op with each set of dtypes."""
+    seen = set()
+    for op, arguments in calls((16, 32)):
+        key = (op, *(leaf.dtype for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)))
+        if key not in seen:
+            seen.add(key)
+            yield op, arguments
+
+
+def assert_torch_accepts(op: Any, arguments: tuple[Any, ...], *checks: str) -> None:
+    """Run torch's checks of an op. That of the schema multiplies the arguments, which CPUs cannot with FP8."""
+    has_fp8 = any(leaf.dtype in (E4M3, E5M2) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+    checks = ("test_autograd_registration", "test_faketensor", *checks, *(() if has_fp8 else ("test_schema",)))
+    torch.library.opcheck(op.default, arguments, test_utils=checks)
+
+
+def test_torchs_own_checks_of_an_op() -> None:
+    for op, arguments in one_call_of_each():
+        assert_torch_accepts(op, arguments)
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_own_checks_of_an_op_with_dynamic_shapes() -> None:
+    """Graphs take no op that writes an argument and returns a list: `quantize_delayed` is for eager code alone."""
+    for op, arguments in one_call_of_each():
+        if op is not ops.quantize_delayed:
+            assert_torch_accepts(op, arguments, "test_aot_dispatch_dynamic")
+
+
+def test_an_op_writes_what_its_schema_names_alone() -> None:
+    for op, arguments in calls((16, 32)):
+        is_written = [parameter.is_write for parameter in op.default._schema.arguments]
+        before = tree_map_only(Tensor, Tensor.clone, arguments)
+        op(*arguments)
+        for argument, copied, may_change in zip(arguments, before, is_written, strict=False):
+            for one, other in zip(tree_leaves(argument), tree_leaves(copied), strict=True):
+                if isinstance(one, Tensor) and not may_change:
+                    assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), op
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
 @pytest.mark.skipif(not language.INTERPRETED.value, reason="missing: Triton's interpreter, TRITON_INTERPRET=1 before the start")
 def test_cuda_tensors_get_the_triton_kernels(launched: list[str]) -> None:

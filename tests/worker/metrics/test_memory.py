@@ -84,6 +84,22 @@ def test_classes_of_torchs_own_optimizer() -> None:
     assert {kind: size for kind, size in memory_report(model, optimizer).items() if size} == expected
 
 
+class Wrapper:
+    """Holds other objects, like the optimizers of Accelerate and Lightning."""
+
+    def __init__(self, **held: object) -> None:
+        self.__dict__.update(held)
+
+
+def test_the_optimizer_within_wrappers_is_counted(trained: tuple[str, GPT, torch.optim.Optimizer]) -> None:
+    _, model, optimizer = trained
+    report = memory_report(model, optimizer)
+    assert memory_report(model, Wrapper(inner=optimizer, model=model)) == report  # type: ignore[arg-type]
+    for wrapper, number in ((Wrapper(), 0), (Wrapper(one=optimizer, other=torch.optim.SGD(model.parameters())), 2)):
+        with pytest.raises(TypeError, match=f"a Wrapper that holds {number} optimizers; allowed: a torch"):
+            memory_report(model, wrapper)  # type: ignore[arg-type]
+
+
 def test_states_in_host_memory_are_not_the_devices() -> None:
     """The device is torch's meta device, of whose tensors only the sizes exist."""
     model = nn.Linear(8, 4, bias=False, device="meta")

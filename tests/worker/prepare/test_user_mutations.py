@@ -395,3 +395,51 @@ def test_it_is_refused_and_nothing_is_changed(level: str, name: str) -> None:
         do(model)
     model.zero_grad()
     assert_close(level, backward(model), on_a_plain_model(backward))
+
+
+def in_module(model: nn.Module, stop: Callable[..., None]) -> Any:
+    return model.mlp[2].register_full_backward_hook(stop)
+
+
+def at_gradient(model: nn.Module, stop: Callable[..., None]) -> Any:
+    return model.first.weight.register_hook(stop)
+
+
+def after_gradient(model: nn.Module, stop: Callable[..., None]) -> Any:
+    return model.twice.weight.register_post_accumulate_grad_hook(stop)
+
+
+def interrupted() -> list[Any]:
+    """Each place at every level; in `make test` at one of SPREAD, which take turns."""
+    return [
+        pytest.param(place, level, marks=() if level == SPREAD[number] else pytest.mark.matrix)
+        for number, place in enumerate((in_module, at_gradient, after_gradient))
+        for level in LEVELS
+    ]
+
+
+@pytest.mark.parametrize(("place", "level"), interrupted())
+def test_an_error_in_a_backward_pass_leaves_no_trace(place: Callable[..., Any], level: str) -> None:
+    """Out of memory, and Ctrl-C in a notebook: after `zero_grad` the next steps are those of a run without it."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    found = []
+    for is_interrupted in (False, True):
+        model, optimizer = make(level)
+        losses = []
+        for step in range(3):
+            if is_interrupted and step == 1:
+                hook = place(model, stop)
+                with pytest.raises(KeyboardInterrupt):
+                    backward(model)
+                hook.remove()
+                optimizer.zero_grad()
+            loss = model(x(seed=step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append([*losses, *(parameter.detach() + 0 for parameter in model.parameters())])
+    assert all(torch.equal(torch.as_tensor(one), torch.as_tensor(other)) for one, other in zip(*found, strict=True))
