@@ -77,7 +77,8 @@ def remove_surplus(session: Session, job_id: str, keep: KeepSpec) -> list[int]:
     """Delete the checkpoints that a job does not keep. Returns their steps. A loop of the dispatcher deletes their files."""
     steps = list(session.scalars(select(CheckpointRow.step).where(CheckpointRow.job_id == job_id)))
     is_evaluated = (EvaluationRow.job_id == job_id, EvaluationRow.step.in_(steps), EvaluationRow.loss.is_not(None))
-    losses = {step: loss for step, loss in session.execute(select(EvaluationRow.step, EvaluationRow.loss).where(*is_evaluated))}
+    evaluated = session.execute(select(EvaluationRow.step, EvaluationRow.loss).where(*is_evaluated))
+    losses = {step: loss for step, loss in evaluated if loss is not None}
     surplus = keep.surplus(steps, losses)
     if surplus:
         session.execute(delete(CheckpointRow).where(CheckpointRow.job_id == job_id, CheckpointRow.step.in_(surplus)))
