@@ -151,7 +151,7 @@ INTENTS: Mapping[str, tuple[str, str]] = {
     ),
     "globs": ("data.glob data.pattern data.files data.data_files", 'Set data.include: ["{value}"], a list of globs.'),
     "loading": ("dataloader dataloader_num_workers data_workers", "Remove it: a rank reads ahead by itself."),
-    "save limit": ("save_total_limit keep_last", "Remove it: training.checkpoint_every sets how often; the server keeps them."),
+    "save limit": ("save_total_limit keep_last", "Set training.keep.last, the number of newest checkpoints that stay."),
 }
 """Names that mean no single field: the names of each intent, and what to change."""
 

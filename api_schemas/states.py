@@ -7,6 +7,8 @@ class JobState(StrEnum):
     QUEUED = "queued"
     STARTING = "starting"
     RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
     CANCELLING = "cancelling"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -18,10 +20,17 @@ class JobState(StrEnum):
 
 
 class DesiredState(StrEnum):
-    """The state that the user wants; kept apart from the observed state."""
+    """The state that the user wants; kept apart from the observed state. Ranks hear it with each reply."""
 
     RUN = "run"
+    PAUSE = "pause"
     CANCEL = "cancel"
+    CANCEL_NOW = "cancel_now"
+
+    @property
+    def saves(self) -> bool:
+        """True if ranks save a checkpoint before they end."""
+        return self in {DesiredState.PAUSE, DesiredState.CANCEL}
 
 
 class AttemptState(StrEnum):

@@ -1,6 +1,7 @@
 """Length, batch sizes and recipe of a run: all that the training loop reads besides model, data and precision."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -30,6 +31,20 @@ class AdapterSpec(Contract):
         description="globs over the names of linear layers, or last parts of their names, such as q_proj; heads are left out",
     )
     dtype: Literal["bf16", "fp32"] = Field(default="bf16", description="of the adapters; bf16 is rounded stochastically")
+
+
+class KeepSpec(Contract):
+    """The checkpoints of a job that stay. Each new one removes those that no field keeps."""
+
+    last: int = Field(default=3, ge=1, le=1000, description="the newest checkpoints")
+    best: int = Field(default=1, ge=0, le=1000, description="those of the lowest evaluation loss, of steps that were evaluated")
+    every: int = Field(default=0, ge=0, description="those of all multiples of so many steps; 0: none for that reason")
+
+    def surplus(self, steps: Sequence[int], losses: Mapping[int, float]) -> list[int]:
+        """Select the steps, in order, of checkpoints that do not stay. losses: of the evaluations, by step."""
+        best = sorted((losses[step], step) for step in steps if step in losses)[: self.best]
+        kept = {*sorted(steps)[-self.last :], *(step for _, step in best)}
+        return [step for step in sorted(steps) if step not in kept and not (self.every and step % self.every == 0)]
 
 
 class TrainingSpec(Contract):
@@ -69,7 +84,13 @@ class TrainingSpec(Contract):
     )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only after the last step")
     eval_batches: int = Field(default=16, ge=1, le=100_000, description="batches of global_batch_size sequences per evaluation")
-    checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only after the last step")
+    checkpoint_every: int = Field(
+        default=0, ge=0, description="steps between checkpoints; 0: only by time and after the last step"
+    )
+    checkpoint_every_minutes: float = Field(
+        default=15.0, ge=0.0, description="longest time without a checkpoint, whatever checkpoint_every says; 0: no limit"
+    )
+    keep: KeepSpec = KeepSpec()
     compile: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="compile each repeated block of the model, for static shapes; auto: on CUDA, and not with "

@@ -168,9 +168,17 @@ class Client:
         params |= {"state": states} if states else {}
         return read(RowPage, self._connection.request("GET", "/v1/rows", params=params, patience_s=self._patience_s))
 
-    def cancel(self, job_id: str) -> Job:
-        """Cancel a job: at once if it waits, soon if it runs."""
-        return read(Job, self._post(f"{_path(job_id)}/cancel"))
+    def cancel(self, job_id: str, *, save: bool = True) -> Job:
+        """Cancel a job: at once if it waits, after a checkpoint if it runs. save: False leaves that checkpoint out."""
+        return read(Job, self._post(f"{_path(job_id)}/cancel{'' if save else '?save=false'}"))
+
+    def pause(self, job_id: str) -> Job:
+        """Pause a job: at once if it waits, after a checkpoint if it runs. It then holds no slots."""
+        return read(Job, self._post(f"{_path(job_id)}/pause"))
+
+    def resume(self, job_id: str) -> Job:
+        """Put a paused job back into the queue. It goes on from its newest checkpoint."""
+        return read(Job, self._post(f"{_path(job_id)}/resume"))
 
     def attempts(self, job_id: str) -> Iterator[Attempt]:
         """Iterate over the job's attempts, in order."""

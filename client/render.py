@@ -22,6 +22,8 @@ STATE_STYLES = {
     JobState.QUEUED: "yellow",
     JobState.STARTING: "cyan",
     JobState.RUNNING: "blue",
+    JobState.PAUSING: "yellow",
+    JobState.PAUSED: "yellow",
     JobState.CANCELLING: "magenta",
     JobState.SUCCEEDED: "green",
     JobState.FAILED: "red",

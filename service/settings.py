@@ -85,6 +85,7 @@ class Settings(BaseSettings):
     start_timeout_s: Seconds = 300
     stall_timeout_s: Seconds = 1800
     cancel_grace_s: Seconds = 20
+    save_grace_s: Seconds = Field(default=600, description="for workers that save a checkpoint before they stop")
     elastic_grow_after_s: Seconds = Field(default=60, description="how long slots are free before an elastic job takes them")
 
     @field_validator("api_keys", "data_stores", mode="before")

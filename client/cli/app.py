@@ -22,6 +22,8 @@ MEANT = {
     "list": "ls jobs ps queue",
     "show": "status describe info get inspect",
     "logs": "tail log output",
+    "pause": "suspend hold",
+    "resume": "continue unpause",
     "cancel": "stop kill delete rm remove abort terminate",
     "metrics": "compare plot curve loss diff",
     "watch": "follow attach monitor top",

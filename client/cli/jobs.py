@@ -1,11 +1,11 @@
-"""Commands that act on jobs: submit, validate, watch, cancel."""
+"""Commands that act on jobs: submit, validate, watch, pause, resume, cancel."""
 
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from octet.api_schemas import JobState, ValidatedJob
+from octet.api_schemas import Job, JobState, ValidatedJob
 from octet.client.api import Client
 from octet.client.cli.options import (
     DEFAULT_URL,
@@ -98,11 +98,31 @@ def _size_words(valid: ValidatedJob) -> str:
     return f"{valid.num_parameters:,} parameters, {valid.num_block_weights:,} of them in block weights"
 
 
-def cancel(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Cancel a job."""
-    terminal = Terminal()
+def pause(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Pause a job after a checkpoint; it frees its slots."""
     with connect(url) as client:
-        job = client.cancel(find_job(client, job_id).id)
+        _show_state(client.pause(find_job(client, job_id).id), as_json)
+
+
+def resume(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Put a paused job back into the queue; it goes on from its checkpoint."""
+    with connect(url) as client:
+        _show_state(client.resume(find_job(client, job_id).id), as_json)
+
+
+def cancel(
+    job_id: JobId,
+    now: Annotated[bool, typer.Option("--now", help="Save no checkpoint first.")] = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Cancel a job after a checkpoint."""
+    with connect(url) as client:
+        _show_state(client.cancel(find_job(client, job_id).id, save=not now), as_json)
+
+
+def _show_state(job: Job, as_json: bool) -> None:
+    terminal = Terminal()
     terminal.show_json(job) if as_json else terminal.show(Text(f"{job.id} is {job.state.value}."))
 
 
@@ -124,5 +144,7 @@ COMMANDS: Commands = {
     "submit": submit,
     "validate": validate,
     "watch": watch,
+    "pause": pause,
+    "resume": resume,
     "cancel": cancel,
 }

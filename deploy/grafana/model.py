@@ -23,6 +23,8 @@ STATE_COLORS = {
     "queued": "yellow",
     "starting": "light-blue",
     "running": "blue",
+    "pausing": "light-orange",
+    "paused": "orange",
     "cancelling": "light-purple",
     "succeeded": "green",
     "failed": "red",

@@ -82,7 +82,7 @@ class JobRow(Base):
     queued_at: Mapped[datetime]
     not_before: Mapped[datetime | None]
     started_at: Mapped[datetime | None]
-    cancel_requested_at: Mapped[datetime | None]
+    stop_requested_at: Mapped[datetime | None] = mapped_column("cancel_requested_at")
     finished_at: Mapped[datetime | None]
 
     reason: Mapped[FailureReason | None]

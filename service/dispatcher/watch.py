@@ -94,9 +94,9 @@ def judge(
     ending = None
     if is_gone and exited_at is not None and now >= min(exited_at, _heard_at(attempt, exited_at, leads_since)) + EXIT_GRACE:
         ending = _gone(job, probe)
-    elif job.desired is DesiredState.CANCEL:
-        ending = _cancelled(job, attempt, now, settings)
-    elif now >= leads_since + timedelta(seconds=settings.lease_grace_s):
+    elif job.desired is not DesiredState.RUN:
+        ending = _stopped(job, attempt, now, settings)
+    if ending is None and now >= leads_since + timedelta(seconds=settings.lease_grace_s):
         ending = _overdue(attempt, now, leads_since, settings)
     return Finding(exited_at, placed_at, ending)
 
@@ -108,7 +108,7 @@ def _heard_at(attempt: AttemptRow, exited_at: datetime, leads_since: datetime) -
 
 def _gone(job: JobRow, probe: Probe | None) -> Ending:
     assert probe is not None
-    if job.desired is DesiredState.CANCEL:
+    if job.desired in {DesiredState.CANCEL, DesiredState.CANCEL_NOW}:
         return Ending(AttemptEvent.CANCEL, message="its processes have ended")
     if probe.state is ProbeState.ABSENT:
         return Ending(AttemptEvent.FAIL, FailureReason.CLUSTER_LOST, "the cluster no longer knows the attempt")
@@ -116,12 +116,14 @@ def _gone(job: JobRow, probe: Probe | None) -> Ending:
     return Ending(AttemptEvent.FAIL, probe.reason or FailureReason.WORKER_LOST, message)
 
 
-def _cancelled(job: JobRow, attempt: AttemptRow, now: datetime, settings: Settings) -> Ending | None:
+def _stopped(job: JobRow, attempt: AttemptRow, now: datetime, settings: Settings) -> Ending | None:
+    """End an attempt that has to stop and was never heard, or takes too long. To save a checkpoint takes longer."""
     if attempt.last_report_at is None:
-        return Ending(AttemptEvent.CANCEL, message="cancelled before its workers were heard")
-    assert job.cancel_requested_at is not None
-    if now >= job.cancel_requested_at + timedelta(seconds=settings.cancel_grace_s):
-        return Ending(AttemptEvent.CANCEL, message=f"did not stop within {settings.cancel_grace_s:g} s and is ended")
+        return Ending(AttemptEvent.CANCEL, message="stopped before its workers were heard")
+    assert job.stop_requested_at is not None
+    grace_s = settings.save_grace_s if job.desired.saves else settings.cancel_grace_s
+    if now >= job.stop_requested_at + timedelta(seconds=grace_s):
+        return Ending(AttemptEvent.CANCEL, message=f"did not stop within {grace_s:g} s and is ended")
     return None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import AttemptState, DesiredState, FailureReason, JobSummary
+from octet.api_schemas.training import KeepSpec
 from octet.service import store
 from octet.service.db.bulk import Transaction, connection_of
 from octet.service.db.tables import AttemptRow, CheckpointRow, JobRow
@@ -280,7 +281,12 @@ class _Reports:
         )
         store.records.put_checkpoint(self.session, row)
         self.attempt.last_progress_at = self.now
-        self._event("checkpoint.saved", f"checkpoint of step {body.step} is complete", step=body.step, num_bytes=body.num_bytes)
+        message = f"checkpoint of step {body.step} is complete"
+        keep = self.job.spec["training"].get("keep")
+        if keep is not None:  # a job from before the field keeps all
+            removed = store.records.remove_surplus(self.session, self.job.id, KeepSpec.read_stored(keep))
+            message += f"; removed: {', '.join(map(str, removed))}" if removed else ""
+        self._event("checkpoint.saved", message, step=body.step, num_bytes=body.num_bytes)
 
     def _log(self, body: batches.LogReport, at: datetime) -> None:
         self.attempt.num_log_lines += 1

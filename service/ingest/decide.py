@@ -115,7 +115,7 @@ def _check_order(status: AttemptStatus, batch: Batch, new: Sequence[Report]) -> 
 def _end(status: AttemptStatus, rank: int, state: AttemptState, body: FinishedReport) -> AttemptState:
     if rank != 0 and body.outcome != "failed":
         raise InvalidRequest(f"reports: rank {rank} reported {body.outcome!r}; only rank 0 can")
-    if body.outcome == "cancelled" and status.desired is not DesiredState.CANCEL:
+    if body.outcome == "cancelled" and status.desired is DesiredState.RUN:
         raise InvalidRequest("reports: got outcome 'cancelled'; nobody asked for that")
     return next_attempt_state(state, ENDINGS[body.outcome])
 

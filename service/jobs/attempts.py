@@ -126,6 +126,8 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
     if ending.event is AttemptEvent.SUCCEED:
         job.summary = ending.summary.model_dump(mode="json") if ending.summary else None
         _end_job(session, job, JobEvent.SUCCEED, now)
+    elif ending.event is AttemptEvent.CANCEL and job.state is JobState.PAUSING:
+        hold(session, job, JobEvent.STOP, now)
     elif ending.event is AttemptEvent.CANCEL:
         _end_job(session, job, JobEvent.STOP, now)
     elif ending.event is AttemptEvent.YIELD:
@@ -135,14 +137,31 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
         _fail(session, job, ending, now)
 
 
-def end_queued(session: Session, job: JobRow, now: datetime) -> None:
-    """Cancel a job that has no attempt."""
+def end_waiting(session: Session, job: JobRow, now: datetime) -> None:
+    """Cancel a job that has no live attempt."""
     _end_job(session, job, JobEvent.CANCEL, now)
+
+
+def hold(session: Session, job: JobRow, event: JobEvent, now: datetime) -> None:
+    """Pause a job that has no live attempt any more, or had none. It keeps no slots and waits until it is resumed."""
+    job.state = next_job_state(job.state, event)
+    job.not_before = None
+    job.remaining_s = None
+    newest = next(iter(store.records.newest_checkpoints(session, job.id, 1)), None)
+    goes_on = "at the beginning: it has no checkpoint"
+    if newest is not None:
+        goes_on = f"after step {newest.step}, from its checkpoint"
+    data: dict[str, JsonScalar] = {"checkpoint_step": newest.step if newest is not None else None}
+    store.jobs.add_event(session, job, now, "job.paused", f"the job is paused; it will go on {goes_on}", data=data)
+    logger.info("job %s (%s) is paused; it will go on %s", job.id, job.name, goes_on)
 
 
 def _fail(session: Session, job: JobRow, ending: Ending, now: datetime) -> None:
     assert ending.reason is not None, "a failure has a reason"
     if job.state is not JobState.CANCELLING and _may_retry(session, job, ending.reason):
+        if job.state is JobState.PAUSING:
+            hold(session, job, JobEvent.RETRY, now)
+            return
         number = job.num_failures + job.num_platform_failures
         wait_s = min(LONGEST_BACKOFF_S, 2.0 ** min(number - 1, 10))
         job.state = next_job_state(job.state, JobEvent.RETRY)

@@ -1,4 +1,4 @@
-"""Submit and cancel jobs for a user. Each is one transaction, which the route opens."""
+"""Submit, pause, resume and cancel jobs for a user. Each is one transaction, which the route opens."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -9,7 +9,7 @@ from octet.api_schemas import AttemptState, DesiredState, JobSpec, JobState
 from octet.service import store
 from octet.service.db.bulk import Transaction
 from octet.service.db.tables import JobRow
-from octet.service.errors import IdempotencyMismatch, IllegalTransition, NotFound
+from octet.service.errors import IdempotencyMismatch, NotFound
 from octet.service.jobs import attempts
 from octet.service.jobs.attempts import Ending
 from octet.service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
@@ -72,28 +72,69 @@ def _new_job(request: Request, job_id: str, now: datetime) -> NewJob:
     )
 
 
-def cancel(session: Session, job_id: str, now: datetime, tenant: str | None = None) -> JobRow:
+def pause(session: Session, job_id: str, now: datetime, tenant: str | None = None) -> JobRow:
+    """Pause a job. Workers that train save a checkpoint first; a job without processes is held at once.
+
+    A second call changes nothing. Raises NotFound, also for another tenant's job, and IllegalTransition once it is over or
+    cancelled.
+    """
+    job = _lock(session, job_id, tenant)
+    if job.state not in {JobState.PAUSING, JobState.PAUSED}:
+        next_job_state(job.state, JobEvent.PAUSE)
+        _stop(session, job, DesiredState.PAUSE, now)
+    return job
+
+
+def resume(session: Session, job_id: str, now: datetime, tenant: str | None = None) -> JobRow:
+    """Put a paused job back into the queue, at the place that its age and priority give it.
+
+    A job that is not paused stays as it is. Raises NotFound, also for another tenant's job, and IllegalTransition while
+    workers still end, and once the job is over.
+    """
+    job = _lock(session, job_id, tenant)
+    if job.desired is not DesiredState.RUN or job.state.is_terminal:
+        job.state, job.desired = next_job_state(job.state, JobEvent.RESUME), DesiredState.RUN
+        job.stop_requested_at, job.queued_at = None, now
+        store.jobs.add_event(session, job, now, "job.queued", "resumed; it goes on from its newest checkpoint")
+    return job
+
+
+def cancel(session: Session, job_id: str, now: datetime, tenant: str | None = None, *, saves: bool = True) -> JobRow:
     """Cancel a job. A job without processes ends at once; otherwise its workers have to stop, and get some time.
 
-    A second call changes nothing. Raises NotFound, also for another tenant's job, and IllegalTransition once it is over.
+    saves: workers that train save a checkpoint first. A second call changes nothing, unless it no longer wants that
+    checkpoint. Raises NotFound, also for another tenant's job, and IllegalTransition once it is over.
     """
+    job = _lock(session, job_id, tenant)
+    next_job_state(job.state, JobEvent.CANCEL)
+    if job.state is not JobState.CANCELLING or (job.desired.saves and not saves):
+        _stop(session, job, DesiredState.CANCEL if saves else DesiredState.CANCEL_NOW, now)
+    return job
+
+
+def _lock(session: Session, job_id: str, tenant: str | None) -> JobRow:
     job = store.jobs.lock_job(session, job_id)
     if job is None or tenant not in (None, job.tenant):
         raise NotFound(f"there is no job {job_id}")
-    if job.state.is_terminal:
-        raise IllegalTransition(f"job {job_id} is {job.state.value}; a job that is over cannot be cancelled.")
-    if job.state is JobState.CANCELLING:
-        return job
-    job.desired = DesiredState.CANCEL
-    job.cancel_requested_at = now
-    if job.state is JobState.QUEUED:
-        attempts.end_queued(session, job, now)
-        return job
-    job.state = next_job_state(job.state, JobEvent.CANCEL)
-    store.jobs.add_event(session, job, now, "job.cancelling", "asked to stop; the workers hear of it with their next report")
+    return job
+
+
+def _stop(session: Session, job: JobRow, desired: DesiredState, now: datetime) -> None:
+    """Write that a job has to stop. A job whose attempt has no processes, or that has no attempt, stops at once."""
+    job.desired, job.stop_requested_at = desired, now
+    is_pause = desired is DesiredState.PAUSE
+    if job.state in {JobState.QUEUED, JobState.PAUSED}:
+        if is_pause:
+            attempts.hold(session, job, JobEvent.PAUSE, now)
+        else:
+            attempts.end_waiting(session, job, now)
+        return
+    job.state = next_job_state(job.state, JobEvent.PAUSE if is_pause else JobEvent.CANCEL)
+    first = " after a checkpoint" if desired.saves else ", without another checkpoint"
+    message = f"asked to stop{first}; the workers hear of it with their next report"
+    store.jobs.add_event(session, job, now, f"job.{job.state.value}", message)
     assert job.current_attempt_id is not None, "a job that is not queued has an attempt"
     locked = store.jobs.lock_attempt(session, job.current_attempt_id)
     assert locked is not None
     if locked[1].state is AttemptState.RESERVED:
-        attempts.finish(session, job, locked[1], Ending(AttemptEvent.CANCEL, message="cancelled before it was launched"), now)
-    return job
+        attempts.finish(session, job, locked[1], Ending(AttemptEvent.CANCEL, message="stopped before it was launched"), now)

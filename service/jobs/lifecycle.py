@@ -2,7 +2,8 @@
 
 job      queued ──place──▶ starting ──start──▶ running ──succeed──▶ succeeded
            ▲  └─cancel─▶ cancelled    │           │
-           └───────────────retry──────┴───────────┤ fail ─▶ failed,  cancel ─▶ cancelling ─▶ cancelled
+           ├───────────────retry──────┴───────────┤ fail ─▶ failed,  cancel ─▶ cancelling ─▶ cancelled
+           └──resume── paused ◀─stop── pausing ◀──┘ pause;  a queued job is paused at once
 
 attempt  reserved ─claim─▶ launching ─launched─▶ starting ─started─▶ running ─▶ succeeded | failed | cancelled
 """
@@ -16,11 +17,13 @@ from octet.service.errors import IllegalTransition
 class JobEvent(StrEnum):
     PLACE = "place"
     START = "start"
+    PAUSE = "pause"
+    RESUME = "resume"
     CANCEL = "cancel"
     SUCCEED = "succeed"
     RETRY = "retry"
     FAIL = "fail"
-    STOP = "stop"  # the attempt of a job that is being cancelled has ended
+    STOP = "stop"  # the attempt of a job that is being paused or cancelled has ended
 
 
 class AttemptEvent(StrEnum):
@@ -36,15 +39,27 @@ class AttemptEvent(StrEnum):
 _J, _E = JobState, JobEvent
 JOB_TRANSITIONS: dict[tuple[JobState, JobEvent], JobState] = {
     (_J.QUEUED, _E.PLACE): _J.STARTING,
+    (_J.QUEUED, _E.PAUSE): _J.PAUSED,
     (_J.QUEUED, _E.CANCEL): _J.CANCELLED,
     (_J.STARTING, _E.START): _J.RUNNING,
+    (_J.STARTING, _E.PAUSE): _J.PAUSING,
     (_J.STARTING, _E.CANCEL): _J.CANCELLING,
     (_J.STARTING, _E.RETRY): _J.QUEUED,
     (_J.STARTING, _E.FAIL): _J.FAILED,
+    (_J.RUNNING, _E.PAUSE): _J.PAUSING,
     (_J.RUNNING, _E.CANCEL): _J.CANCELLING,
     (_J.RUNNING, _E.SUCCEED): _J.SUCCEEDED,
     (_J.RUNNING, _E.RETRY): _J.QUEUED,
     (_J.RUNNING, _E.FAIL): _J.FAILED,
+    # While it is being paused a job may still begin or end on its own; after a failure it waits as a paused job.
+    (_J.PAUSING, _E.START): _J.PAUSING,
+    (_J.PAUSING, _E.CANCEL): _J.CANCELLING,
+    (_J.PAUSING, _E.SUCCEED): _J.SUCCEEDED,
+    (_J.PAUSING, _E.RETRY): _J.PAUSED,
+    (_J.PAUSING, _E.FAIL): _J.FAILED,
+    (_J.PAUSING, _E.STOP): _J.PAUSED,
+    (_J.PAUSED, _E.RESUME): _J.QUEUED,
+    (_J.PAUSED, _E.CANCEL): _J.CANCELLED,
     # While it is being cancelled a job may still begin or end on its own; it is never tried again.
     (_J.CANCELLING, _E.START): _J.CANCELLING,
     (_J.CANCELLING, _E.CANCEL): _J.CANCELLING,
@@ -52,6 +67,8 @@ JOB_TRANSITIONS: dict[tuple[JobState, JobEvent], JobState] = {
     (_J.CANCELLING, _E.FAIL): _J.CANCELLED,
     (_J.CANCELLING, _E.STOP): _J.CANCELLED,
 }
+
+_COMMANDS = (_E.PAUSE, _E.RESUME, _E.CANCEL)
 
 _A, _V = AttemptState, AttemptEvent
 ATTEMPT_TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
@@ -70,9 +87,9 @@ ATTEMPT_TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
 
 
 def next_job_state(state: JobState, event: JobEvent) -> JobState:
-    """Raises IllegalTransition where the table has no such row."""
+    """Raises IllegalTransition, which lists what a user can do, where the table has no such row."""
     if (state, event) not in JOB_TRANSITIONS:
-        possible = [known.value for known in JobEvent if (state, known) in JOB_TRANSITIONS] or ["nothing: it is over"]
+        possible = [known.value for known in _COMMANDS if (state, known) in JOB_TRANSITIONS] or ["nothing: it is over"]
         raise IllegalTransition(f"the job is {state.value}; {event.value} is not possible. Possible: {', '.join(possible)}.")
     return JOB_TRANSITIONS[state, event]
 

@@ -1,14 +1,18 @@
-"""Jobs: submit, validate, list, read, cancel."""
+"""Jobs: submit, validate, list, read, pause, resume, cancel."""
 
+from collections.abc import Callable
+from datetime import datetime
 from typing import Annotated
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
 from pydantic import StringConstraints
+from sqlalchemy.orm import Session
 
 from octet.api_schemas import Job, JobSpec, JobState, Page, ValidatedJob, Violation
 from octet.service import store
+from octet.service.db.tables import JobRow
 from octet.service.deps import (
     AppContext,
     AppContextDep,
@@ -103,11 +107,35 @@ def get_job(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) 
 
 
 @router.post("/{job_id}/cancel", status_code=202, operation_id="cancel_job", responses=answers(404, 409, 422))
-def cancel(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> Job:
-    """Cancel a job. A job that waits ends at once; a job that runs saves nothing more and stops."""
+def cancel(
+    job_id: JobIdDep,
+    context: AppContextDep,
+    tenant: VisibleTenantDep,
+    save: Annotated[bool, Query(description="false: do not save a checkpoint first")] = True,
+) -> Job:
+    """Cancel a job. A job that waits ends at once; a job that runs saves a checkpoint and stops.
+
+    Sent again with `save=false`, it stops without that checkpoint.
+    """
+    return _change(context, lambda session, now: commands.cancel(session, job_id, now, tenant, saves=save))
+
+
+@router.post("/{job_id}/pause", status_code=202, operation_id="pause_job", responses=answers(404, 409, 422))
+def pause(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> Job:
+    """Pause a job. A job that waits is held; a job that runs saves a checkpoint after its step, and frees its slots."""
+    return _change(context, lambda session, now: commands.pause(session, job_id, now, tenant))
+
+
+@router.post("/{job_id}/resume", status_code=202, operation_id="resume_job", responses=answers(404, 409, 422))
+def resume(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> Job:
+    """Put a paused job back into the queue. It goes on from its newest checkpoint, to the bit as if nobody had paused it."""
+    return _change(context, lambda session, now: commands.resume(session, job_id, now, tenant))
+
+
+def _change(context: AppContext, change: Callable[[Session, datetime], JobRow]) -> Job:
+    """Change a job in one transaction, and show it as it is then."""
     with context.database.write() as session:
-        row = commands.cancel(session, job_id, context.database.now(session), tenant)
-        job = shown_job(session, context, row)
+        job = shown_job(session, context, change(session, context.database.now(session)))
     context.wake()
     return job
 

@@ -270,7 +270,7 @@ _TO_JUDGE = (
     select(AttemptRow, JobRow)
     .join(JobRow, JobRow.id == AttemptRow.job_id)
     .where(AttemptRow.id.in_(bindparam("ids", expanding=True)))
-    .options(load_only(JobRow.desired, JobRow.cancel_requested_at, raiseload=True))
+    .options(load_only(JobRow.desired, JobRow.stop_requested_at, raiseload=True))
     .order_by(AttemptRow.id)
 )
 _NEWEST = select(func.max(CheckpointRow.created_at)).where(CheckpointRow.attempt_id == AttemptRow.id).scalar_subquery()

@@ -8,7 +8,17 @@ from sqlalchemy import delete, func, insert, or_, select
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import AttemptState
-from octet.service.db.tables import AttemptRow, CheckpointRow, ExporterRow, JobRow, LogLineRow, MeasurementRow, ReportStreamRow
+from octet.api_schemas.training import KeepSpec
+from octet.service.db.tables import (
+    AttemptRow,
+    CheckpointRow,
+    EvaluationRow,
+    ExporterRow,
+    JobRow,
+    LogLineRow,
+    MeasurementRow,
+    ReportStreamRow,
+)
 from octet.service.store import curves
 
 
@@ -61,6 +71,27 @@ def put_checkpoint(session: Session, row: CheckpointRow) -> None:
     """Add a checkpoint. A checkpoint of the same step is replaced."""
     session.execute(delete(CheckpointRow).where(CheckpointRow.job_id == row.job_id, CheckpointRow.step == row.step))
     session.add(row)
+
+
+def remove_surplus(session: Session, job_id: str, keep: KeepSpec) -> list[int]:
+    """Delete the checkpoints that a job does not keep. Returns their steps. A loop of the dispatcher deletes their files."""
+    steps = list(session.scalars(select(CheckpointRow.step).where(CheckpointRow.job_id == job_id)))
+    is_evaluated = (EvaluationRow.job_id == job_id, EvaluationRow.step.in_(steps), EvaluationRow.loss.is_not(None))
+    evaluated = session.execute(select(EvaluationRow.step, EvaluationRow.loss).where(*is_evaluated))
+    losses = {step: loss for step, loss in evaluated if loss is not None}
+    surplus = keep.surplus(steps, losses)
+    if surplus:
+        session.execute(delete(CheckpointRow).where(CheckpointRow.job_id == job_id, CheckpointRow.step.in_(surplus)))
+    return surplus
+
+
+def checkpoint_names(session: Session, job_ids: Sequence[str]) -> dict[str, dict[str, datetime]]:
+    """List the folders of jobs' checkpoints with the times at which they were complete, in the order of steps, by job."""
+    found: dict[str, dict[str, datetime]] = {}
+    query = select(CheckpointRow.job_id, CheckpointRow.name, CheckpointRow.created_at).where(CheckpointRow.job_id.in_(job_ids))
+    for job_id, name, created_at in session.execute(query.order_by(CheckpointRow.step)):
+        found.setdefault(job_id, {})[name] = created_at
+    return found
 
 
 def checkpoints_after(session: Session, job_id: str, step: int, limit: int) -> list[CheckpointRow]:

@@ -190,8 +190,9 @@ def _values(reported: Reported) -> Iterator[Value]:
         yield "octet_job_learning_rate", metric.learning_rate, ()
         yield "octet_job_step_duration_seconds", metric.step_time_s, ()
         yield "octet_job_data_wait_seconds", metric.data_wait_s, ()
-        every = job.spec["training"]["checkpoint_every"]
-        yield "octet_job_checkpoint_interval_seconds", every * metric.step_time_s if every else None, ()
+        training = job.spec["training"]
+        intervals_s = training["checkpoint_every"] * metric.step_time_s, training.get("checkpoint_every_minutes", 0) * 60
+        yield "octet_job_checkpoint_interval_seconds", min(filter(None, intervals_s), default=None), ()
     if evaluation is not None:
         yield from _values_of_evaluation(evaluation)
     if checkpoint is not None:

@@ -48,7 +48,9 @@ RULES: dict[str, Draw] = {
         "priority": chance.randint(0, 2),
         "max_failures": chance.randint(0, 2),
     },
-    "cancel": lambda chance: {"place": chance.randrange(100)},
+    "cancel": lambda chance: {"place": chance.randrange(100), "saves": chance.random() < 0.5},
+    "pause": lambda chance: {"place": chance.randrange(100)},
+    "resume": lambda chance: {"place": chance.randrange(100)},
     "one_loop": lambda chance: {"loop": chance.choice((place, launch, watch, release))},
     "all_loops": lambda chance: {},
     "orphans": lambda chance: {},
@@ -107,7 +109,7 @@ def _live(database: MortalDatabase, seed: int, num_transitions: int) -> Counter[
         while len(applied) < num_transitions:
             name = chance.choice([*RULES])
             arguments = RULES[name](chance)
-            if name == "cancel" and not machine.jobs:
+            if name in {"cancel", "pause", "resume"} and not machine.jobs:
                 continue
             applied.append(name)
             getattr(machine, name)(**arguments)

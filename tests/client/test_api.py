@@ -105,6 +105,8 @@ def test_an_unknown_job_is_an_error_everywhere(client: Client) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: client.job(unknown),
         lambda: client.cancel(unknown),
+        lambda: client.pause(unknown),
+        lambda: client.resume(unknown),
         lambda: list(client.events(unknown)),
         lambda: list(client.events(unknown, follow=True)),
         lambda: list(client.logs(unknown)),

@@ -1,5 +1,6 @@
 """Run the training loop of one rank in this process, with a reporter that keeps what it is sent."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from octet.worker.train.loop import Trainer
 class Recorder:
     """A reporter that keeps all reports and can stop the run after a chosen number of steps."""
 
-    def __init__(self, stop_after_step: int | None = None, stop: type[Stopped] = Cancelled) -> None:
+    def __init__(self, stop_after_step: int | None = None, stop: Callable[[str], Stopped] = Cancelled) -> None:
         self.reports: list[ReportBody] = []
         self._num_steps_left = stop_after_step
         self._stop = stop

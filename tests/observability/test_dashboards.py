@@ -25,7 +25,14 @@ from tests.observability.live import DCGM, ROOT
 GRAFANA_VERSION = "12.2.0"
 SCHEMA = json.loads((Path(__file__).parent / f"schemas/grafana-{GRAFANA_VERSION}.schema.json").read_text())
 
-TERMINAL_HUES = {"blue": {"blue", "cyan"}, "purple": {"magenta"}, "yellow": {"yellow"}, "green": {"green"}, "red": {"red"}}
+TERMINAL_HUES = {
+    "blue": {"blue", "cyan"},
+    "purple": {"magenta"},
+    "yellow": {"yellow"},
+    "orange": {"yellow"},
+    "green": {"green"},
+    "red": {"red"},
+}
 
 each_board = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
 

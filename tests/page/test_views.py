@@ -87,7 +87,7 @@ def test_filters_live_in_the_address(page: "Page", site: Site) -> None:
 
 
 def test_everything_can_be_done_by_keys(page: "Page", own_site: Callable[..., Site]) -> None:
-    """Submit, watch, compare and cancel without a pointer."""
+    """Submit, watch, compare, pause, resume and cancel without a pointer."""
     site = own_site()
     page.emulate_media(reduced_motion="reduce")
     ready(page, f"{site.url}/")
@@ -116,6 +116,10 @@ def test_everything_can_be_done_by_keys(page: "Page", own_site: Callable[..., Si
     page.wait_for_selector("#connection[data-state=live]")
     press(page, "j", "Enter")
     page.locator("h1", has_text="second").wait_for()
+    for name, state in (("Pause", "paused"), ("Resume", "waiting")):
+        page.get_by_role("button", name=name, exact=True).focus()
+        page.keyboard.press("Enter")
+        page.locator("h1 .state", has_text=state).wait_for()
     cancel = page.get_by_role("button", name="Cancel", exact=True)
     cancel.focus()
     page.keyboard.press("Enter")

@@ -7,16 +7,33 @@ from typing import Any, NamedTuple
 from sqlalchemy import Row, select
 from sqlalchemy.orm import Session
 
-from octet.api_schemas import AttemptRef, AttemptState, JobState
+from octet.api_schemas import AttemptRef, AttemptState, DesiredState, JobState
 from octet.service import store
 from octet.service.db.bulk import Transaction, connection_of, run
 from octet.service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow
 from tests.service.world import World
 
-_LIVE = {JobState.STARTING, JobState.RUNNING, JobState.CANCELLING}
+_LIVE = {JobState.STARTING, JobState.RUNNING, JobState.PAUSING, JobState.CANCELLING}
+_DESIRED = {
+    JobState.QUEUED: {DesiredState.RUN},
+    JobState.STARTING: {DesiredState.RUN},
+    JobState.RUNNING: {DesiredState.RUN},
+    JobState.PAUSING: {DesiredState.PAUSE},
+    JobState.PAUSED: {DesiredState.PAUSE},
+    JobState.CANCELLING: {DesiredState.CANCEL, DesiredState.CANCEL_NOW},
+    JobState.CANCELLED: {DesiredState.CANCEL, DesiredState.CANCEL_NOW},
+}
+"""The states that may be desired of a job in a state; any of a job that has succeeded or failed."""
 # Columns in place of entities, and plain SQL for the numbers: a random life reads this after each transition that wrote.
 _JOBS = select(
-    JobRow.id, JobRow.pool, JobRow.state, JobRow.num_attempts, JobRow.finished_at, JobRow.last_event_seq, JobRow.last_log_seq
+    JobRow.id,
+    JobRow.pool,
+    JobRow.state,
+    JobRow.desired,
+    JobRow.num_attempts,
+    JobRow.finished_at,
+    JobRow.last_event_seq,
+    JobRow.last_log_seq,
 )
 _ATTEMPTS = select(
     AttemptRow.id,
@@ -111,6 +128,7 @@ def _check_attempts(job: Row[Any], attempts: list[Row[Any]]) -> None:
     assert all(attempt.state.is_terminal for attempt in attempts if attempt.released_at is not None)
     assert (job.state is JobState.RUNNING) <= any(attempt.state is AttemptState.RUNNING for attempt in live)
     assert (job.finished_at is not None) == job.state.is_terminal
+    assert job.desired in _DESIRED.get(job.state, set(DesiredState)), "what is desired does not fit to the job's state"
 
 
 def numbers_by_job(transaction: Transaction, table: type[EventRow] | type[LogLineRow]) -> dict[str, list[int]]:

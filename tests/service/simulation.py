@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Engine, select
@@ -20,6 +21,7 @@ from octet.api_schemas import (
     DesiredState,
     FailureReason,
     FinishedReport,
+    JobState,
     LaunchOrder,
     ReportBatch,
 )
@@ -160,9 +162,10 @@ class Worker:
         self.unacknowledged = None
         if self._said_goodbye:
             self._exit()
-        elif reply.desired is DesiredState.CANCEL:
+        elif reply.desired is not DesiredState.RUN:
             self._said_goodbye = True
-            self.unacknowledged = self.rank.batch(FinishedReport(outcome="cancelled"))
+            saved = [self._saved()] if reply.desired.saves and self.step else []
+            self.unacknowledged = self.rank.batch(*saved, FinishedReport(outcome="cancelled"))
 
     def die(self, reason: FailureReason = FailureReason.WORKER_LOST) -> None:
         if self.is_running:
@@ -189,8 +192,11 @@ class Worker:
             return self.rank.batch(FinishedReport(outcome="succeeded"))
         done = range(self.step + 1, min(self.step + 2, self.steps) + 1)
         self.step = done[-1]
-        save = CheckpointReport(step=self.step, name=f"step_{self.step:010}", num_bytes=1, sha256="0" * 64, loss=1.0)
-        return self.rank.batch(*[step(number) for number in done], save)
+        return self.rank.batch(*[step(number) for number in done], self._saved())
+
+    def _saved(self) -> CheckpointReport:
+        assert self.step, "a checkpoint is of a step"
+        return CheckpointReport(step=self.step, name=f"step_{self.step:010}", num_bytes=1, sha256="0" * 64, loss=1.0)
 
     def _exit(self) -> None:
         self.world.launcher.exit(self.rank.ref)
@@ -222,7 +228,7 @@ def survive(world: World, act: Callable[[], Any]) -> bool:
 
 
 def settle(world: World, cluster: Cluster, max_rounds: int = 400) -> None:
-    """Let time pass and workers work until every job is over and every slot is free.
+    """Let time pass and workers work until every job is over and every slot is free. Paused jobs are resumed.
 
     A round is a second: a worker whose only report was lost and which lingers is stopped after `start_timeout_s`, 300.
     """
@@ -231,6 +237,9 @@ def settle(world: World, cluster: Cluster, max_rounds: int = 400) -> None:
         survive(world, world.dispatch)
         for worker in cluster.live():
             survive(world, worker.advance)
+        for job in world.all_jobs():
+            if job.state is JobState.PAUSED:
+                survive(world, partial(world.resume, job.id))
         if is_settled(world):
             return
     raise AssertionError(f"not settled after {max_rounds} rounds: {[(job.id, job.state) for job in world.all_jobs()]}")

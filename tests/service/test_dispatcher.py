@@ -261,7 +261,7 @@ def test_a_job_whose_rank_fails_while_it_stops_is_cancelled(world: World) -> Non
 
 def test_a_job_that_does_not_stop_is_ended_after_the_grace(world: World) -> None:
     job_id, rank = world.start()
-    world.cancel(job_id)
+    world.cancel(job_id, saves=False)
     world.turn(world.settings.cancel_grace_s - 1)
     world.dispatch()
     assert world.job(job_id).state is JobState.CANCELLING

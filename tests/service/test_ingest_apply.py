@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import inspect, select
 
 from octet.api_schemas import EvaluationReport, FinishedReport, JobState, LogReport, PhaseReport, ReportBatch
 from octet.service import store
@@ -47,7 +47,7 @@ def stored(world: World, rank: Rank) -> Any:
         streams = session.scalars(select(ReportStreamRow).where(ReportStreamRow.attempt_id == rank.order.attempt_id))
         rows = [attempt, job, *sorted(streams, key=lambda row: row.rank)]
         return [
-            {column.name: getattr(row, column.name) for column in row.__table__.columns if column.name not in _OWN}
+            {each.key: getattr(row, each.key) for each in inspect(type(row)).column_attrs if each.key not in _OWN}
             for row in rows
         ] + points
 

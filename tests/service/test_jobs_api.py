@@ -302,6 +302,20 @@ def test_cancel_is_idempotent_until_the_job_is_over(client: TestClient, world: W
     problem_of(client.post("/v1/jobs/job_01kg9ys7g0zn9d2mqxrybeyjtc/cancel"), 404)
 
 
+def test_pause_and_resume_are_idempotent_and_refused_once_the_job_is_over(client: TestClient, world: World) -> None:
+    job_id = world.submit()
+    for command, state, desired in (("pause", "paused", "pause"), ("resume", "queued", "run")):
+        for _ in range(2):
+            response = client.post(f"/v1/jobs/{job_id}/{command}")
+            assert response.status_code == 202
+            assert (response.json()["state"], response.json()["desired_state"]) == (state, desired)
+    client.post(f"/v1/jobs/{job_id}/cancel?save=false")
+    for command in ("pause", "resume"):
+        problem = problem_of(client.post(f"/v1/jobs/{job_id}/{command}"), 409)
+        assert (problem.code, "cancelled" in problem.detail) == (ErrorCode.ILLEGAL_TRANSITION, True)
+        problem_of(client.post(f"/v1/jobs/job_01kg9ys7g0zn9d2mqxrybeyjtc/{command}"), 404)
+
+
 def test_a_waiting_job_says_why(client: TestClient, world: World) -> None:
     world.submit(workers=2)
     world.dispatch()

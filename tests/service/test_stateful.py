@@ -5,6 +5,7 @@ At the end the cluster is reachable and time passes; then every job must be over
 
 import contextlib
 import tempfile
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -76,11 +77,25 @@ class ControlPlane(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.jobs)
+    @rule(place=st.integers(0, 99), saves=st.booleans())
+    def cancel(self, place: int, saves: bool) -> None:
+        self.change(place, lambda job_id: self.world.cancel(job_id, saves=saves))
+
+    @precondition(lambda self: self.jobs)
     @rule(place=st.integers(0, 99))
-    def cancel(self, place: int) -> None:
+    def pause(self, place: int) -> None:
+        self.change(place, self.world.pause)
+
+    @precondition(lambda self: self.jobs)
+    @rule(place=st.integers(0, 99))
+    def resume(self, place: int) -> None:
+        self.change(place, self.world.resume)
+
+    def change(self, place: int, command: Callable[[str], None]) -> None:
+        """Send a command for one of the jobs, which may be in any state."""
         job_id = self.jobs[place % len(self.jobs)]
         with contextlib.suppress(IllegalTransition):
-            survive(self.world, lambda: self.world.cancel(job_id))
+            survive(self.world, lambda: command(job_id))
 
     @rule(loop=st.sampled_from([place, launch, watch, release]))
     def one_loop(self, loop: Any) -> None:

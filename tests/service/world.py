@@ -97,9 +97,17 @@ class World:
         with self.database.write() as session:
             return commands.submit(session, spec, key, self.database.now(session)).job.id
 
-    def cancel(self, job_id: str) -> None:
+    def cancel(self, job_id: str, *, saves: bool = True) -> None:
         with self.database.write() as session:
-            commands.cancel(session, job_id, self.database.now(session))
+            commands.cancel(session, job_id, self.database.now(session), saves=saves)
+
+    def pause(self, job_id: str) -> None:
+        with self.database.write() as session:
+            commands.pause(session, job_id, self.database.now(session))
+
+    def resume(self, job_id: str) -> None:
+        with self.database.write() as session:
+            commands.resume(session, job_id, self.database.now(session))
 
     def dispatch(self, look: Callable[[], object] = lambda: None) -> None:
         """Run every loop of jobs once. look: called after each."""

@@ -10,7 +10,7 @@
 ├── RanksFailed        what the ranks agreed on
 ├── StoreUnreachable   an object store did not answer, several times
 └── Stopped            not a failure: the stop was decided elsewhere
-    ├── Cancelled      the user wants the job to end
+    ├── Cancelled      the user wants the job to end or to pause
     ├── LeaseLost      the control plane did not answer for longer than the lease
     └── Fenced         another attempt has taken over; this one may write nothing more
 """
@@ -69,11 +69,15 @@ class StoreUnreachable(RankError):
 
 
 class Stopped(RankError):
-    """Base of the stops that are not failures."""
+    """Base of the stops that are not failures. `saves`: the run saves a checkpoint before it ends."""
+
+    saves = False
 
 
 class Cancelled(Stopped):
-    pass
+    def __init__(self, message: str, *, saves: bool = False) -> None:
+        super().__init__(message)
+        self.saves = saves
 
 
 class LeaseLost(Stopped):

@@ -172,8 +172,9 @@ class HttpReporter:
     def check(self) -> None:
         if self._fenced is not None:
             raise Fenced(self._fenced)
-        if self._desired is DesiredState.CANCEL:
-            raise Cancelled("the job was cancelled")
+        if self._desired is not DesiredState.RUN:
+            asked = "paused" if self._desired is DesiredState.PAUSE else "cancelled"
+            raise Cancelled(f"the job was {asked}", saves=self._desired.saves)
         # Only rank 0 holds the lease. The supervisor ends the other ranks with rank 0.
         if self._rank == 0 and self._clock() > self._lease_ends:
             raise LeaseLost(f"the control plane did not answer for {self._order.lease_s:g} s")

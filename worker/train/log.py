@@ -2,9 +2,9 @@
 
 A step's loss and norm are values that the device still computes when the host has gone on to the next step. The log keeps them
 there. At the end of an interval it adds the losses of all ranks, starts to copy them to the host, and reads what it copied at
-the end of the interval before. With the losses travels what ranks must agree on: whether one of them has to stop, whether
-one still writes a checkpoint, and the length of the next interval. On the CPU there is nothing to wait for: an interval is one
-step and is read at once.
+the end of the interval before. With the losses travels what ranks must agree on: whether one of them has to stop, and may save
+a checkpoint first, whether one still writes a checkpoint, whether it is time for the next one, and the length of the next
+interval. On the CPU there is nothing to wait for: an interval is one step and is read at once.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 import torch
 from torch import Tensor
 
+from octet.worker.common.errors import Stopped
 from octet.worker.mesh import Mesh
 from octet.worker.mesh.waits import DEVICE
 from octet.worker.metrics.readback import HostCopy, HostNumbers, Mark
@@ -50,11 +51,16 @@ class FinishedStep:
 
 @dataclass(frozen=True)
 class Reading:
-    """Steps that the log has read. num_stopping: ranks that have to stop. all_written: no rank's thread still wrote then."""
+    """Steps that the log has read. num_stopping: ranks that have to stop. num_saving: those that save a checkpoint first.
+
+    all_written: no rank's thread still wrote then. is_save_due: it is time for a checkpoint, and none has begun since.
+    """
 
     steps: tuple[FinishedStep, ...] = ()
     num_stopping: int = 0
+    num_saving: int = 0
     all_written: bool = False
+    is_save_due: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,12 +105,22 @@ class UnreadSteps:
 class StepLog:
     """All ranks use it alike: they add the same steps, and end intervals at the same steps."""
 
-    def __init__(self, mesh: Mesh, *, is_late: bool, is_writing: Callable[[], bool] = lambda: False) -> None:
-        """is_late: read an interval when the next one ends, and not when it ends itself. is_writing: see `Reading`."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        is_late: bool,
+        is_writing: Callable[[], bool] = lambda: False,
+        is_save_due: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """is_late: read an interval when the next one ends, and not when it ends itself.
+
+        is_writing: True while this rank's thread writes. is_save_due: see `Reading`; the first rank's counts.
+        """
         self.is_late = is_late
         self.num_steps = 1
         """The length of the interval that is open."""
-        self._mesh, self._is_writing = mesh, is_writing
+        self._mesh, self._is_writing, self._is_save_due = mesh, is_writing, is_save_due
         self._open: list[tuple[TakenStep, Tensor, Tensor]] = []
         self._under_way: list[_UnderWay] = []
         self._spans: dict[int, list[tuple[Mark, Mark]]] = {}
@@ -123,21 +139,24 @@ class StepLog:
         self._spans[step.step] = self._mesh.waits.take_spans()
         self._open.append((step, rank_loss, gradient_norm))
 
-    def end_interval(self, *, wants_to_stop: bool) -> Reading:
-        """End the open interval. Returns what was read: the interval before, or, unless the log is late, this one."""
-        self._send(wants_to_stop)
+    def end_interval(self, stop: Stopped | None) -> Reading:
+        """End the open interval. Returns what was read: the interval before, or, unless the log is late, this one.
+
+        stop: why this rank has to stop.
+        """
+        self._send(stop)
         return self._read(num_kept=1 if self.is_late else 0)
 
-    def flush(self, *, wants_to_stop: bool = False) -> Reading:
+    def flush(self) -> Reading:
         """Read all steps that were added, and wait for those that the device still computes."""
         if self._open:
-            self._send(wants_to_stop)
+            self._send(None)
         return self._read(num_kept=0)
 
     def begin_save(self) -> UnreadSteps:
         """Return the steps that were added and not read, which stay in the log. A checkpoint begins now, on all ranks."""
         if self._open:
-            self._send(wants_to_stop=False)
+            self._send(None)
         self._under_way = [replace(sent, is_before_save=True) for sent in self._under_way]
         return UnreadSteps(tuple(self._under_way), self._mesh.replicas.size)
 
@@ -146,11 +165,13 @@ class StepLog:
         return self._read(num_kept=sum(not sent.is_before_save for sent in self._under_way))
 
     @torch.no_grad()
-    def _send(self, wants_to_stop: bool) -> None:
+    def _send(self, stop: Stopped | None) -> None:
         opened, self._open = self._open, []
         steps = [step for step, _, _ in opened]
-        proposal = self._proposed_num_steps if self._mesh.world.is_first else 0.0
-        told = [float(wants_to_stop), float(self._is_writing()), proposal]
+        is_first = self._mesh.world.is_first
+        proposal, is_save_due = (self._proposed_num_steps, self._is_save_due()) if is_first else (0.0, False)
+        is_saving = stop is not None and stop.saves
+        told = [float(stop is not None), float(is_saving), float(self._is_writing()), float(is_save_due), proposal]
         if self._mesh.world.size == 1 and not self.is_late:
             numbers = [loss.item() for _, loss, _ in opened] + [norm.item() for _, _, norm in opened]
             self._under_way.append(_UnderWay(steps, HostNumbers(numbers), told))
@@ -165,21 +186,23 @@ class StepLog:
             losses.zero_()
         agreed = torch.tensor(told, dtype=torch.float64, pin_memory=losses.is_cuda).to(losses.device, non_blocking=True)
         summed = self._mesh.world.sum_(torch.cat((losses, agreed)))
-        self._under_way.append(_UnderWay(steps, HostCopy(torch.cat((summed[: len(steps)], norms.double(), summed[-3:])))))
+        losses, agreed = summed[: len(steps)], summed[len(steps) :]
+        self._under_way.append(_UnderWay(steps, HostCopy(torch.cat((losses, norms.double(), agreed)))))
 
     def _read(self, num_kept: int) -> Reading:
         """Read all that is under way but the last `num_kept` intervals."""
         found: list[FinishedStep] = []
-        num_stopping, all_written = 0, False
+        num_stopping, num_saving, all_written, is_save_due = 0, 0, False, False
         taken: list[TakenStep] = []
         while len(self._under_way) > num_kept:
             sent = self._under_way.pop(0)
             with self._mesh.waits.call("reading of the losses", DEVICE):
                 numbers = sent.copy.read()
-            stopping, writing, proposal = sent.told or numbers[-3:]
+            stopping, saving, writing, due, proposal = sent.told or numbers[2 * len(sent.steps) :]
             taken += sent.steps
-            num_stopping += round(stopping)
+            num_stopping, num_saving = num_stopping + round(stopping), num_saving + round(saving)
             all_written = writing == 0 and not sent.is_before_save
+            is_save_due |= due > 0 and not sent.is_before_save
             if self.is_late:
                 self.num_steps = max(1, min(MAX_STEPS, round(proposal)))
             found += sent.finished(numbers, self._mesh.replicas.size)
@@ -187,7 +210,7 @@ class StepLog:
             self._count_busy(found, taken)
             mean_s = sum(step.step_time_s for step in found) / len(found)
             self._proposed_num_steps = INTERVAL_S / max(mean_s, INTERVAL_S / MAX_STEPS)
-        return Reading(tuple(found), num_stopping, all_written)
+        return Reading(tuple(found), num_stopping, num_saving, all_written, is_save_due)
 
     def _count_busy(self, found: list[FinishedStep], taken: list[TakenStep]) -> None:
         """Add the time that this rank computed in each step: the step without the waits since it began."""

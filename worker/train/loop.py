@@ -10,9 +10,11 @@ has computed them (`log.py`). So a divergence takes effect an interval late.
 
 import logging
 import math
+import time
 from contextlib import closing, nullcontext
 from datetime import datetime
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -72,6 +74,13 @@ class Trainer:
     step_times: StepTimes
     log: StepLog
     writer: CheckpointWriter
+    stop: Stopped | None = None
+    """Why the run ends after this step, and a checkpoint of it."""
+    is_save_due = False
+    """True once it is time for a checkpoint, until it begins."""
+    saved_step = 0
+    saved_at: float
+    """When the newest checkpoint began, or the run; by `time.monotonic`."""
 
     def __init__(
         self, config: TrainConfig, mesh: Mesh, reporter: Reporter, job_dir: Path, metrics: Metrics | None = None
@@ -96,7 +105,9 @@ class Trainer:
         self.progress = Progress()
         self.worst_layers = train_reports.WorstLayers()
         self.step_times = StepTimes(num_skipped=self.job.num_warm_up_steps)
-        self.log = StepLog(mesh, is_late=is_accelerator(mesh.device), is_writing=lambda: self.writer.is_writing)
+        is_late = is_accelerator(mesh.device)
+        self.log = StepLog(mesh, is_late=is_late, is_writing=lambda: self.writer.is_writing, is_save_due=self._is_time_to_save)
+        self.saved_at = time.monotonic()
         self._tell(PhaseReport(phase="model_built"))
 
     def run(self, checkpoints: tuple[CheckpointRef, ...] = ()) -> JobSummary:
@@ -148,9 +159,11 @@ class Trainer:
                 self._report(self.log.flush())
                 with self.metrics.timed("evaluation"):
                     evaluation = self.evaluate()
-            if self._is_due(self.config.checkpoint_every):
+            if self._is_due(self.config.checkpoint_every) or self.is_save_due:
                 with self.metrics.timed("checkpoint"):
                     self.save()
+            if self.stop is not None and self.progress.step < self.num_steps:
+                self._save_and_stop(self.stop)
         self._report(self.log.flush())
         return evaluation or self.evaluate()
 
@@ -190,7 +203,7 @@ class Trainer:
             self._tell(report, is_sent=self.mesh.stage.is_first and is_compiling_fault(report))
         stop = order_to_stop(self.reporter)
         if self.log.is_due or (stop is not None and self.mesh.world.size == 1):
-            self._report(self.log.end_interval(wants_to_stop=stop is not None), stop)
+            self._report(self.log.end_interval(stop), stop)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -221,6 +234,11 @@ class Trainer:
         progress = SavedProgress(self.progress, self.step_times, self.log.begin_save(), self.num_steps)
         state = state_of_run(self.job, self.config, self.mesh, progress)
         self.writer.start(self.progress.step, state, DeferredValue(progress.last_loss))
+        self.is_save_due, self.saved_step, self.saved_at = False, self.progress.step, time.monotonic()
+
+    def _is_time_to_save(self) -> bool:
+        minutes = self.config.training.checkpoint_every_minutes
+        return minutes > 0 and time.monotonic() - self.saved_at >= 60 * minutes
 
     def _is_due(self, every: int) -> bool:
         return self.progress.step == self.num_steps or (every > 0 and self.progress.step % every == 0)
@@ -228,7 +246,8 @@ class Trainer:
     def _report(self, reading: Reading, stop: Stopped | None = None) -> None:
         """Report the steps that were read.
 
-        Raises what stops the run: a rank's order to stop, or a loss that makes no sense.
+        Raises what stops the run: a rank's order to stop, or a loss that makes no sense. Notes an order that lets the
+        ranks save a checkpoint first.
         """
         is_stopping = reading.num_stopping > 0 or (stop is not None and self.mesh.world.size == 1)
         steps = (*reading.steps, *self.log.flush().steps) if is_stopping else reading.steps
@@ -246,10 +265,22 @@ class Trainer:
                 self._tell(EventReport(type="training.diverging", message=warning, data={"loss": step.loss}))
         if straggler := self.mesh.new_straggler():
             self._tell(train_reports.straggler_event(straggler))
+        self.is_save_due |= reading.is_save_due
         if reading.all_written:
             self.writer.finish()
         if is_stopping:
-            raise stop or order_to_stop(self.reporter) or Cancelled("rank 0 has to stop")
+            stop = stop or order_to_stop(self.reporter) or Cancelled("rank 0 has to stop", saves=True)
+            if not stop.saves or reading.num_saving < reading.num_stopping:
+                raise stop
+            self.stop = stop
+
+    def _save_and_stop(self, stop: Stopped) -> NoReturn:
+        """Complete a checkpoint of this step, unless it has one, and raise."""
+        if self.saved_step != self.progress.step:
+            with self.metrics.timed("checkpoint"):
+                self.save()
+        self.writer.finish()
+        raise stop
 
     def _tell(self, body: ReportBody, at: datetime | None = None, *, is_sent: bool = False) -> None:
         """Update this rank's metrics.

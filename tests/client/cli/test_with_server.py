@@ -150,6 +150,20 @@ def test_cancel(octet: Callable[..., Result], client: Client, runnable: dict[str
     assert octet("watch", job.id).exit_code == 1
 
 
+def test_pause_resume_and_cancel_without_a_checkpoint(
+    app: OctetApp, octet: Callable[..., Result], client: Client, runnable: dict[str, Any]
+) -> None:
+    job = client.submit(runnable)
+    for command, state in (("pause", "paused"), ("pause", "paused"), ("resume", "queued"), ("resume", "queued")):
+        assert octet(command, job.id).stdout == f"{job.id} is {state}.\n"
+    app.start_rank(job.id)
+    assert octet("cancel", job.id).stdout == f"{job.id} is cancelling.\n"
+    assert json.loads(octet("cancel", job.id, "--now", "--json").stdout)["desired_state"] == "cancel_now"
+    shown = octet("resume", job.id)
+    assert shown.exit_code == 2
+    assert "the job is cancelling; resume is not possible. Possible: cancel." in shown.stderr
+
+
 def test_list(octet: Callable[..., Result], finished: Job) -> None:
     shown = octet("list", "--state", "succeeded", "--label", "team:research", "--limit", "1")
     assert shown.exit_code == 0

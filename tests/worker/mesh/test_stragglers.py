@@ -59,7 +59,7 @@ def test_the_time_that_a_rank_computes_is_its_step_without_its_waits() -> None:
         waits.add_span(marks[0], marks[1])  # before the step
         waits.add_span(marks[3], marks[4])
         log.add(TakenStep(1, 0.1, 0.0, marks[2], marks[5], now()), torch.tensor(1.0), torch.tensor(1.0))
-        log.end_interval(wants_to_stop=False)
+        log.end_interval(None)
         in_step_s, waited_s = marks[2].seconds_until(marks[5]), marks[3].seconds_until(marks[4])
         assert waits.last_busy_s == pytest.approx(in_step_s - waited_s)
         assert waits.take_mean_busy() == waits.last_busy_s

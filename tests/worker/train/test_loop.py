@@ -1,5 +1,6 @@
 """The training loop learns, resumes bit-identically at every level, accumulates, and skips a damaged checkpoint."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,37 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path, spec_document: dict[str,
     assert resumed_summary.final_loss == whole_summary.final_loss
     assert resumed_summary.memory_bytes == whole_summary.memory_bytes
     assert resumed.checkpoints()[0].sha256 != ""
+
+
+@pytest.mark.parametrize("stopped_at", [3, 4, 5])
+def test_a_run_that_may_save_first_goes_on_after_the_step_at_which_it_stopped(
+    tmp_path: Path, spec_document: dict[str, Any], stopped_at: int
+) -> None:
+    """It evaluates and saves what an undisturbed run does at that step, and saves it once."""
+    document = with_training(spec_document, steps=6, checkpoint_every=3, eval_every=2)
+    whole, whole_summary = train(document, tmp_path / "whole")
+    paused = Recorder(stopped_at, partial(Cancelled, saves=True))
+    with pytest.raises(Cancelled):
+        train(document, tmp_path / "parts", recorder=paused)
+    assert [saved.step for saved in reversed(paused.checkpoints())] == sorted({3, stopped_at})
+    resumed, summary = train(document, tmp_path / "parts", paused.checkpoints())
+    assert paused.losses() + resumed.losses() == whole.losses()
+    evaluations = [(report.step, report.loss) for each in (paused, resumed) for report in each.of(EvaluationReport)]
+    assert evaluations == [(report.step, report.loss) for report in whole.of(EvaluationReport)]
+    assert summary.final_loss == whole_summary.final_loss
+
+
+def test_checkpoints_are_written_by_time_too(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    for minutes, steps in ((1e-9, [1, 2, 3, 4]), (0, [4]), (15, [4])):
+        document = with_training(spec_document, steps=4, checkpoint_every=0, checkpoint_every_minutes=minutes)
+        recorder, _ = train(document, tmp_path / str(minutes))
+        assert [saved.step for saved in reversed(recorder.checkpoints())] == steps
+
+
+def test_a_run_that_is_stopped_at_its_last_step_has_succeeded(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    recorder = Recorder(4, partial(Cancelled, saves=True))
+    _, summary = train(with_training(spec_document, steps=4), tmp_path, recorder=recorder)
+    assert summary.steps == 4
 
 
 def test_it_learns_and_measures_it(tmp_path: Path, spec_document: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-/** What can be done with a job: cancel it, submit it again with changes, take its spec along, compare it. */
+/** What can be done with a job: pause, resume and cancel it, submit it again with changes, take its spec along, compare it. */
 
 import { ask, headers, key } from "./api.js";
 import { fill, h, mark, problem } from "./dom.js";
@@ -11,13 +11,11 @@ import { toYaml } from "./yaml.js";
 
 /** Build a job's buttons. @param {Job} job @returns {HTMLElement[]} */
 export function actions(job) {
-  const cancel = h(
-    "button",
-    { type: "button", class: "danger", hidden: isOver(job.state), onclick: () => confirmCancel(job) },
-    "Cancel",
-  );
+  const cancel = h("button", { type: "button", class: "danger", onclick: () => confirmCancel(job) }, "Cancel");
   mark(cancel, "data-action", "cancel");
   return [
+    command(job, "pause", "Pause"),
+    command(job, "resume", "Resume"),
     cancel,
     h("a", { class: "button", href: `/submit?from=${job.id}` }, "Clone"),
     h("a", { class: "button", href: `/compare?jobs=${job.id}` }, "Compare"),
@@ -25,8 +23,39 @@ export function actions(job) {
   ];
 }
 
+/** Build a button that needs no confirmation, because it can be taken back. @param {Job} job @param {string} name @param {string} label */
+function command(job, name, label) {
+  const button = h(
+    "button",
+    {
+      type: "button",
+      onclick: async () => {
+        button.disabled = true;
+        await send(`/v1/jobs/${job.id}/${name}`, {}).catch((error) => open(`${label} is not possible`, problem(error)));
+        button.disabled = false;
+      },
+    },
+    label,
+  );
+  mark(button, "data-action", name);
+  return button;
+}
+
+const WAITING = ["queued", "starting", "running"];
+
+/** Show the buttons that the job's state allows. @param {HTMLElement} head */
+export function drawActions(head) {
+  const { state } = /** @type {HTMLElement & {dataset: {state: string}}} */ (head.querySelector(".now")).dataset;
+  const allowed = { pause: WAITING.includes(state), resume: state === "paused", cancel: !isOver(state) };
+  for (const [name, isAllowed] of Object.entries(allowed)) {
+    const button = head.querySelector(`[data-action=${name}]`);
+    if (button) mark(button, "hidden", isAllowed ? null : "");
+  }
+}
+
 /** @param {Job} job */
 function confirmCancel(job) {
+  const save = h("input", { type: "checkbox", checked: true });
   const note = h("div");
   const stop = h(
     "button",
@@ -36,7 +65,7 @@ function confirmCancel(job) {
       onclick: async () => {
         stop.disabled = true;
         try {
-          await send(`/v1/jobs/${job.id}/cancel`, {});
+          await send(`/v1/jobs/${job.id}/cancel${save.checked ? "" : "?save=false"}`, {});
           dialog.close();
         } catch (error) {
           fill(note, problem(error));
@@ -48,7 +77,8 @@ function confirmCancel(job) {
   );
   const dialog = open(
     "Cancel this job?",
-    h("p", {}, `${job.name} stops at the end of its step and saves nothing more. Its curve and checkpoints stay.`),
+    h("p", {}, `${job.name} stops at the end of its step. Its curve and checkpoints stay.`),
+    h("label", {}, save, " Save a checkpoint first"),
     note,
     stop,
   );

@@ -7,7 +7,7 @@ import { address, ask } from "./api.js";
 const PAGE = 100;
 const GROUPS = /** @type {Record<string, string[]>} */ ({
   "": [],
-  live: ["starting", "running", "cancelling"],
+  live: ["starting", "running", "pausing", "cancelling"],
   waiting: ["queued"],
 });
 

@@ -39,6 +39,8 @@ const STATES = {
   queued: ["◷", "waiting"],
   starting: ["◌", "starting"],
   running: ["▶", "running"],
+  pausing: ["◌", "pausing"],
+  paused: ["‖", "paused"],
   cancelling: ["◌", "cancelling"],
   succeeded: ["✓", "succeeded"],
   failed: ["✕", "failed"],

@@ -35,7 +35,7 @@ export async function show({ root, signal }) {
   await refresh();
   const soon = paced(refresh, signal);
   every(10, soon, signal);
-  watch({ list: "state=queued&state=starting&state=running&state=cancelling&limit=100" }, soon, signal);
+  watch({ list: "state=queued&state=starting&state=running&state=pausing&state=cancelling&limit=100" }, soon, signal);
 }
 
 /** @param {AbortSignal} signal */
@@ -113,9 +113,12 @@ async function queueOf(signal) {
 /** @param {AbortSignal} signal */
 async function runningOf(signal) {
   /** @type {{data: Row[], total: number}} */
-  const { data, total } = await ask(address("/v1/rows", { state: ["starting", "running", "cancelling"], limit: 100 }), {
-    signal,
-  });
+  const { data, total } = await ask(
+    address("/v1/rows", { state: ["starting", "running", "pausing", "cancelling"], limit: 100 }),
+    {
+      signal,
+    },
+  );
   if (!total) return [h("p", { class: "muted" }, "Nothing runs.")];
   const rows = data.map((row) => [
     h("a", { href: `/jobs/${row.id}` }, row.name),

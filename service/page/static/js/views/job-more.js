@@ -161,9 +161,9 @@ class Checkpoints {
       const none = h(
         "p",
         { class: "muted" },
-        "None yet. ",
-        h("code", {}, "training.checkpoint_every"),
-        " says how often one is written.",
+        "None yet. One is written every ",
+        h("code", {}, "training.checkpoint_every_minutes"),
+        ".",
       );
       const fetching = h(
         "p",

@@ -1,7 +1,7 @@
 /** One job: its state and what would help, its figures, its curves. What is below them comes after the first paint. */
 
 import { Curve } from "../curve.js";
-import { fill, h, mark, say } from "../dom.js";
+import { fill, h, say } from "../dom.js";
 import { between, bytes, clock } from "../figures.js";
 import { age, count, duration, number } from "../format.js";
 import { badge, isOver, stateBadge } from "../levels.js";
@@ -98,14 +98,16 @@ function drawHead(head, { job, id }) {
       h("div", {}, h("h1", {}, job.name, " ", badge(job.spec.precision.level), " ", h("span", { class: "now" })), under),
       buttons,
     );
-    import("../actions.js").then(({ actions }) => fill(buttons, actions(job)));
+    import("../actions.js").then(({ actions, drawActions }) => {
+      fill(buttons, actions(job));
+      drawActions(head);
+    });
   }
   const now = /** @type {HTMLElement} */ (head.querySelector(".now"));
   if (now.dataset.state !== job.state) {
     now.dataset.state = job.state;
     fill(now, stateBadge(job.state));
-    const cancel = head.querySelector("[data-action=cancel]");
-    if (cancel) mark(cancel, "hidden", isOver(job.state) ? "" : null);
+    import("../actions.js").then(({ drawActions }) => drawActions(head));
   }
 }
 
@@ -135,7 +137,12 @@ function reasons(job) {
     return [`${job.reason?.replaceAll("_", " ")}: ${job.message ?? ""}`, job.message?.includes(hint) ? "" : hint];
   }
   if (job.state === "starting") return [`Attempt ${job.num_attempts} starts.`, "The bar below shows how far it is."];
-  if (job.state === "cancelling") return ["It stops at the end of its step, and saves nothing more.", ""];
+  if (job.state === "pausing" || job.state === "cancelling") {
+    const saves = job.desired_state === "cancel_now" ? "and saves nothing more" : "after a checkpoint";
+    return [`It stops at the end of its step, ${saves}.`, ""];
+  }
+  if (job.state === "paused")
+    return ["It holds no slots, and goes on from its newest checkpoint.", "Resume puts it into the queue."];
   return [job.message ?? "", job.hint ?? ""];
 }
 

@@ -1,0 +1,45 @@
+"""A job on a real cluster that is paused and resumed, its server killed meanwhile, trains what an undisturbed one trains."""
+
+from typing import Any
+
+import pytest
+
+from octet.api_schemas import AttemptState, JobState
+from tests.e2e.octet_server import Server, losses
+from tests.e2e.test_chaos import attempts_of, train_undisturbed
+
+
+@pytest.mark.system
+def test_a_paused_job_goes_on_to_the_bit_and_holds_no_slots(mortal_server: Server, long_job: dict[str, Any]) -> None:
+    server = mortal_server
+    spec = long_job | {"training": long_job["training"] | {"checkpoint_every": 0}, "resources": {"workers": 2}}
+    expected = train_undisturbed(server, spec)
+    job = server.client.submit(spec)
+    server.wait_for_step(job.id, 50)
+    assert server.client.pause(job.id).state in {JobState.PAUSING, JobState.PAUSED}
+    server.kill()
+    server.start()
+    server.wait_for(lambda: server.client.job(job.id).state is JobState.PAUSED)
+    (saved,) = server.client.checkpoints(job.id)
+    other = server.client.submit(spec | {"name": "other", "training": spec["training"] | {"steps": 20}})
+    assert server.finish(other.id).state is JobState.SUCCEEDED, "the paused job's slots are free"
+    server.client.resume(job.id)
+    finished = server.finish(job.id)
+    assert (finished.state, finished.num_failures) == (JobState.SUCCEEDED, 0), finished
+    first, second = attempts_of(server, finished)
+    assert (first.state, second.resumed_from_step) == (AttemptState.CANCELLED, saved.step)
+    assert losses(server, finished) == expected
+
+
+@pytest.mark.system
+def test_a_cancelled_job_leaves_a_checkpoint_unless_it_need_not(mortal_server: Server, long_job: dict[str, Any]) -> None:
+    spec = long_job | {"training": long_job["training"] | {"steps": 100_000, "checkpoint_every": 0}}
+    for save in (True, False):
+        job = mortal_server.client.submit(spec)
+        mortal_server.wait_for_step(job.id, 5)
+        mortal_server.client.cancel(job.id, save=save)
+        finished = mortal_server.finish(job.id)
+        assert finished.state is JobState.CANCELLED
+        assert finished.progress is not None
+        steps = [checkpoint.step for checkpoint in mortal_server.client.checkpoints(job.id)]
+        assert steps == ([finished.progress.step] if save else [])
