@@ -22,9 +22,9 @@ def is_shard(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and local_of(tensor) is not tensor
 
 
-def holds_codes(parameter: Tensor) -> bool:
+def holds_codes(parameter: object) -> bool:
     """Return True for a weight that is held as codes, or a shard of one."""
-    return type(local_of(parameter)) is Float8Weight
+    return isinstance(parameter, Tensor) and type(local_of(parameter)) is Float8Weight
 
 
 def hold_codes_in_shard(weight: Float8Weight, shard: Any) -> None:
@@ -59,8 +59,8 @@ def hold_codes_in_shard(weight: Float8Weight, shard: Any) -> None:
         return whole
 
     parts = padded(weight.codes), None if weight.residual is None else padded(weight.residual)
-    numbers = (number.to(values.device, copy=True) for number in (weight.dequant_scale, weight.values_amax))
-    made = Float8Weight.shard(parts, num_rows, *numbers, axis.max_)
+    dequant_scale, amax = (number.to(values.device, copy=True) for number in (weight.dequant_scale, weight.values_amax))
+    made = Float8Weight.shard(parts, num_rows, dequant_scale, amax, axis.max_)
     if weight.state.wide is not None:
         made.state.wide = weight.state.wide[first : first + num_rows].to(values.device, copy=True)
         made.state.is_assigned = weight.state.is_assigned
@@ -107,7 +107,7 @@ def values_of_shard(shard: Any) -> Tensor:
 
 def whole_values(shard: Any) -> Tensor:
     """Return the values of a whole DTensor. All ranks call it together."""
-    whole: Tensor = values_of_shard(shard).full_tensor()  # type: ignore[attr-defined]
+    whole: Tensor = values_of_shard(shard).full_tensor()
     return whole
 
 

@@ -301,7 +301,7 @@ class Float8Linear(nn.Module):
 
     def _note_replaced(self, new: Any) -> None:
         """Let the optimizer of a weight find out that the layer holds another one."""
-        old = self._parameters.get("weight")
+        old: Any = self._parameters.get("weight")
         if type(old) is Float8Weight and is_shard(new) and not holds_codes(new):  # in FSDP2
             hold_codes_in_shard(old, new)
             vars(self).update(gradient_position=None, _gradient_port=None)  # a gradient is summed over ranks in fp32

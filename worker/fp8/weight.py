@@ -508,7 +508,7 @@ class Float8Weight(Tensor):
 
 
 class GatheredNumbers(NamedTuple):
-    """What a rank knows of a weight whose codes FSDP2 gathers: rows of the whole, and dtype, scale and amax of its codes."""
+    """The numbers of a weight whose codes FSDP2 gathers: rows of the whole, and dtype, scale and amax of its codes."""
 
     num_rows: int
     dtype: torch.dtype

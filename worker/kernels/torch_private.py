@@ -280,7 +280,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def set_local(dtensor: Tensor, local: Tensor) -> None:
     """Let a DTensor hold another tensor as this rank's part. FSDP2 itself does so where it pads a shard again."""
-    dtensor._local_tensor = local  # type: ignore[attr-defined]
+    dtensor._local_tensor = local
 
 
 def first_of_local(dtensor: Any) -> tuple[int, ...]:

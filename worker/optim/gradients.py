@@ -35,8 +35,8 @@ def gradient_of(parameter: Tensor) -> Tensor:
     """Return the gradient of what a parameter holds here; of a shard, that of the same rows."""
     gradient: Any = parameter.grad
     assert gradient is not None
-    if is_shard(gradient) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
-        gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    if is_shard(gradient) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
     return local_of(gradient)
 
 

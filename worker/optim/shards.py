@@ -1,4 +1,4 @@
-"""The parameters of torch's FSDP2 in an optimizer: DTensors, of which each rank steps its own rows.
+"""The parameters of torch's FSDP2 in an optimizer: DTensors whose own rows each rank steps.
 
 The ranks agree on whether gradients are finite before a step, and on the weights' scales after it. In a
 state dict each part of a state is a DTensor of the rows that its parameter has, so that

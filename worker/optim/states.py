@@ -75,7 +75,7 @@ class OptimizerStates(torch.optim.Optimizer):
         self.pieces: dict[Tensor, nn.Parameter] = {}
         """The piece of each parameter of the model that this optimizer holds instead of the parameter (`sharding.py`)."""
         self.shards: Shards | None = None
-        """What ranks do together that hold shards of torch's FSDP2; None where no parameter is one."""
+        """The agreements of ranks that hold shards of torch's FSDP2; None where no parameter is one."""
         super().__init__(params, {field.name: getattr(defaults, field.name) for field in fields(defaults)})
 
     @property
@@ -247,9 +247,9 @@ class OptimizerStates(torch.optim.Optimizer):
                 "Accelerate does for FSDP2. Use octet.parallelize in the place of FSDP, or add what is new by add_param_group."
             )
         weight, state = self._weights.get(parameter), self.state.get(parameter)
-        if weight is not None and is_shard(parameter) and weight.weight.state is not local_of(parameter).state:  # type: ignore[attr-defined]
-            weight.weight = local_of(parameter)  # type: ignore[assignment]
-            weight.weight.state.has_new_codes = weight.weight.state.is_stepped = True
+        held: Any = local_of(parameter)
+        if weight is not None and is_shard(parameter) and held.state is not weight.weight.state:  # it was moved
+            weight.weight, held.state.is_stepped, held.state.has_new_codes = held, True, True
         if weight is None and parameter.dtype not in TRAINABLE_DTYPES:
             raise ValueError(wrong_dtype(parameter))
         if weight is not None and weight.weight.state.is_replaced:

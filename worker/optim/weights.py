@@ -30,7 +30,7 @@ class QuantizedWeight:
     FP16 codes hold all that training needs. float8_e4m3fn codes also need the digits that they round away: in `residual`, INT8,
     the value's position inside the code's rounding interval, or in a master weight that the optimizer holds.
     elements: those of the piece. codes_amax: the amax of the whole weight's decoded codes, fp32 (), where no rank holds the
-    whole codes for long. shard: the DTensor in the optimizer's groups, of which `weight` is what this rank holds.
+    whole codes for long. shard: the DTensor in the optimizer's groups; `weight` is the part that this rank holds.
     """
 
     weight: Float8Weight

@@ -130,7 +130,7 @@ def message(call: Callable[[], Any]) -> str:
 
 def train_by_torchs_wrappers(rank: int, port: int, folder: str) -> None:
     as_under_torchrun(rank, port)
-    accelerator = Accelerator(cpu=True)
+    Accelerator(cpu=True)  # makes the process group
     found: dict[Any, Any] = {
         (level, strategy): train_small(level, strategy, rank, NUM_RANKS) for level in OF_VALUES for strategy in ("ddp", "fsdp2")
     }

@@ -223,7 +223,7 @@ def message(call: Callable[[], Any]) -> str:
 
 
 def writes(rank: int) -> dict[str, bool]:
-    """What DTensors are written by ops: values change, and one scale serves all ranks."""
+    """Write DTensors by ops: values change, and one scale serves all ranks."""
     model, _ = sharded("O2")
     weight = model.last.weight
     before = plain_state_dict(model)["last.weight"]
