@@ -88,6 +88,7 @@ def fake_gpu() -> Iterator[torch.device]:
             (FusedStep, "_send", _send),
             (Tensor, "is_cuda", property(lambda tensor: tensor.device.type == DEVICE_TYPE)),
             (nn.functional, "scaled_dot_product_attention", attention),
+            (torch.cuda, "get_device_capability", lambda *_device: HOPPER),  # a broadcast asks for it
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(fake_tensors())
