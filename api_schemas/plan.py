@@ -150,22 +150,16 @@ def changes_of(job: JobSpec) -> list[Candidate]:
 
 
 def _changes(job: JobSpec) -> Iterator[dict[str, dict[str, Any]]]:
-    size, workers = job.batch.micro_batch_size, job.resources.workers
+    workers, zero_stage = job.resources.workers, job.parallelism.zero_stage
     yield {"training": {"fused_loss": True}}
-    yield {"training": {"residual_stream": "bf16"}}
-    if workers > 1 and job.parallelism.zero_stage < 1:
+    if workers > 1 and zero_stage < 1:
         yield {"parallelism": {"zero_stage": 1}}
-    for level in ("O2", "O3-split", "O2-8bit", "O3-split-8bit"):
-        yield {"precision": {"level": level}}
+    yield {"precision": {"level": "O2-8bit"}}
     yield {"training": {"saved_activations": "fp8"}}
-    if size % 2 == 0:
-        yield {"training": {"micro_batch_size": size // 2}}
-    for kind in ("selective", "full"):
-        yield {"training": {"activation_checkpointing": kind}}
-    if workers > 1 and job.parallelism.zero_stage < 3:
+    yield {"training": {"activation_checkpointing": "full"}}
+    if workers > 1 and zero_stage < 3:
         yield {"parallelism": {"zero_stage": 3}}
-    yield {"training": {"offload_optimizer": True}}
-    yield {"resources": {"workers": 2 * workers}, "parallelism": {"zero_stage": max(1, job.parallelism.zero_stage)}}
+    yield {"resources": {"workers": 2 * workers}, "parallelism": {"zero_stage": max(1, zero_stage)}}
 
 
 def _written(change: Mapping[str, Mapping[str, Any]]) -> str:

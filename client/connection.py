@@ -58,7 +58,9 @@ class Connection:
         patience_s: float,
         timeout_s: float | None = None,
     ) -> httpx.Response:
-        """Send until answered, for at most `patience_s`. timeout_s: of one answer that takes long. Raises ApiError, UnexpectedAnswer or ConnectionFailed."""
+        """Send until answered, for at most `patience_s`. timeout_s: of an answer that takes long.
+
+        Raises ApiError, UnexpectedAnswer or ConnectionFailed."""
         delays = delays_s(patience_s)
         while True:
             try:
