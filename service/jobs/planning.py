@@ -80,7 +80,8 @@ class Planner:
         if reason is not None:
             return TraceReply(id=request.id, reason=reason)
         number = str(next(self._numbers))
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[TraceReply] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await self._send(request.model_copy(update={"id": number}))

@@ -255,7 +255,7 @@ def test_what_only_a_rank_knows_is_not_planned() -> None:
     ranks=st.tuples(st.integers(1, 12), st.integers(1, 12)),
 )
 def test_more_ranks_of_zero_never_raise_a_ranks_bytes(level: str, family: str, stage: int, ranks: tuple[int, int]) -> None:
-    """Of two ranks or more; at stage 3 padding and one element for each released weight may add what a tiny model saves."""
+    """At stage 3 padding and one element for each released weight may add what a tiny model saves."""
     fewer, more = sorted(ranks)
     slack = 128 * 4 * 64 if stage == 3 else 0
     found = [

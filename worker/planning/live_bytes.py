@@ -125,8 +125,9 @@ class LiveBytes(TorchDispatchMode):
         def leave(_module: nn.Module, _inputs: Any, _outputs: Any) -> None:
             self._modules.pop()
 
-        for hook in (enter, leave):
-            hook.reads_no_tensors = True  # type: ignore[attr-defined]  # layers still compute the activations before them
+        hooks: tuple[Any, ...] = (enter, leave)
+        for hook in hooks:
+            hook.reads_no_tensors = True  # layers still compute the activations before them
         handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
         try:
             yield

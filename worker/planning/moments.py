@@ -8,7 +8,7 @@ through each phase's peaks counts too: the peak is convex in the number of block
 
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from octet.api_schemas import JobSpec
 from octet.api_schemas.plan import Peak, PeakLine
@@ -42,7 +42,8 @@ def peak_of(spec: JobSpec) -> Peak:
 
 def depth_of(spec: JobSpec) -> int:
     """Return the number of blocks of the job's model."""
-    return int(spec.model.sizes.num_layers)  # type: ignore[attr-defined]  # of the families that are traced
+    sizes: Any = spec.model.sizes  # of the families that are traced
+    return int(sizes.num_layers)
 
 
 def counts(spec: JobSpec) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -103,7 +103,7 @@ def _build(spec: JobSpec, num_blocks: int, device: torch.device) -> tuple[Traine
     fields = {name: value for name, value in sizes if name in type(spec.model).model_fields}
     named = type(spec.model).model_validate({"family": spec.model.family, **fields})
     with parameters_on_meta():
-        model = build_model(named, training.seed)
+        model: Any = build_model(named, training.seed)
     is_tied = model.head.weight is model.token_embedding.weight
     model.to_empty(device=device)
     if is_tied:
@@ -112,6 +112,7 @@ def _build(spec: JobSpec, num_blocks: int, device: torch.device) -> tuple[Traine
     precision = spec.resolved_precision.model_copy(update={"statistics_every": 0})
     tokens = spec.batch.micro_batch_size * spec.tokens_per_sample
     prepared = prepare(model, optimizer, precision, seed=training.seed, tokens=tokens)
+    assert prepared.optimizer is not None
     eager = training.model_copy(update={"compile": "off"})
     prepare_steps(prepared.model, prepared.optimizer, eager, device)
     mesh = Axes.of_layout(spec.layout, 0, device)
