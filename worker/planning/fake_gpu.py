@@ -87,7 +87,7 @@ def fake_gpu() -> Iterator[torch.device]:
             (
                 convert,
                 "filter_layers",
-                lambda model, names, rules, tokens, _chip: filter_layers(model, names, rules, tokens, CHIP),
+                lambda model, names, rules, tokens, _: filter_layers(model, names, rules, tokens, CHIP),
             ),
             (FusedStep, "_send", _send),
             (Tensor, "is_cuda", property(lambda tensor: tensor.device.type == DEVICE_TYPE)),
