@@ -69,16 +69,17 @@ def converted_weight_bytes(level: Level, num_elements: int, optimizer: Optimizer
         "gradients": GRADIENT_FORMATS[level.weight_gradient],
     }
     other_bytes = 0 if level.weight == "fp32" else _FP32_BYTES
-    return _by_class(formats | _states(level, num_elements, optimizer), num_elements) | {"other": other_bytes}
+    return _by_class(formats | state_formats(level, num_elements, optimizer), num_elements) | {"other": other_bytes}
 
 
 def plain_parameter_bytes(level: Level, num_elements: int, optimizer: OptimizerName = "adamw") -> dict[str, int]:
     """Bytes, by class, of a parameter outside converted layers: fp32 with an fp32 gradient, its states as the level says."""
     formats = {"weights": WEIGHT_FORMATS["fp32"], "gradients": GRADIENT_FORMATS["fp32"]}
-    return _by_class(formats | _states(level, num_elements, optimizer), num_elements)
+    return _by_class(formats | state_formats(level, num_elements, optimizer), num_elements)
 
 
-def _states(level: Level, num_elements: int, optimizer: OptimizerName) -> dict[str, StoredFormat]:
+def state_formats(level: Level, num_elements: int, optimizer: OptimizerName = "adamw") -> dict[str, StoredFormat]:
+    """Return the format of each of the optimizer's states of a parameter of so many elements."""
     is_small = num_elements < MIN_QUANTIZED_ELEMENTS
     return {state: STATE_FORMATS["fp32" if is_small else getattr(level, state)] for state in OPTIMIZER_STATES[optimizer]}
 

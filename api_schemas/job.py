@@ -145,6 +145,9 @@ class ValidatedJob(Contract):
         description="format in which a rank holds gradients of converted weights between micro-batches"
     )
     tokens_per_step: int
+    states: dict[str, int] | None = Field(
+        default=None, description="bytes of the rank that holds most, by class, from a server; null if only a rank knows them"
+    )
 
     @classmethod
     def of(cls, spec: JobSpec) -> Self:

@@ -23,15 +23,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.figures import OUT, Figure, add_write_option, write
-from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
-from benchmarks.gpu.live_bytes import LiveBytes
 from benchmarks.gpu.networks import Way, build_gpt, in_fp8, prepare
 from benchmarks.gpu.roofline import COPY_BYTES_PER_S, GEMM_FLOPS_PER_S, bf16_work, fp8_work
-from benchmarks.wire_bytes import Traffic, count, encoded_whole
+from benchmarks.wire_bytes import Traffic, count
 from octet.api_schemas.layout import WideDtype
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models.gpt import GPTSizes, gpt_sizes
 from octet.worker.models import TrainedModel
+from octet.worker.planning.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
+from octet.worker.planning.live_bytes import LiveBytes
+from octet.worker.planning.trace import with_fake_values
 
 COUNTED_RANKS, NODE = 8, 8
 
@@ -246,7 +247,7 @@ def _kept_bytes(level: str, sizes: GPTSizes, num_layers: int, batch_size: int) -
     """Return the bytes that a forward pass adds to the live ones. The vocabulary is small, since the head does not count."""
     config = sizes.model_copy(update={"num_layers": num_layers, "vocab_size": 256})
     gc.collect()
-    with fake_gpu() as device, LiveBytes(see_within=see_within, device_type=DEVICE_TYPE) as live, encoded_whole():
+    with fake_gpu() as device, LiveBytes(see_within=see_within, device_type=DEVICE_TYPE) as live, with_fake_values():
         model, _ = prepare(build_gpt(config, device), Way(level, level, options=in_fp8(level)))
         tokens_BT = torch.zeros(batch_size, sizes.max_sequence_length, dtype=torch.int64, device=device)
         assert isinstance(model, TrainedModel)

@@ -5,28 +5,25 @@ The step is the library's own (`octet.parallelize`, backward, clip, update), and
 What neither sends nor holds anything is left out (`_without_arithmetic`): a count takes a second or two of the processor.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.fake_gpu import answer_host, fake_tensors
 from benchmarks.gpu.networks import Way, build_gpt, in_fp8, prepare
 from octet.api_schemas.layout import WideDtype
 from octet.api_schemas.models.gpt import GPTSizes
 from octet.worker import memory_report, parallelize
-from octet.worker.fp8 import weights
 from octet.worker.optim import walker
 from octet.worker.optim.states import OptimizerStates
+from octet.worker.planning.fake_gpu import answer_host, fake_tensors
+from octet.worker.planning.trace import first_of, with_fake_values
 
 COUNTED_LAYERS = (2, 3)
 """A step of each is counted; each further layer adds their difference. So a model of 96 layers takes seconds.
@@ -81,7 +78,7 @@ def _in_fp32(found: Traffic) -> Traffic:
 
 def count_whole(sizes: GPTSizes, level: str, zero_stage: int, num_ranks: int, wide: WideDtype = "fp32") -> Traffic:
     """Count every layer; `count` extrapolates from two and three."""
-    with _first_of(num_ranks), fake_tensors(), _HostReads(), _without_arithmetic():
+    with first_of(num_ranks), fake_tensors(), _HostReads(), _without_arithmetic():
         return step(sizes, level, zero_stage, wide, num_steps=1)
 
 
@@ -120,20 +117,5 @@ def _without_arithmetic() -> Iterator[None]:
         if not optimizer.state[parameter]:
             optimizer.allocate(parameter, group)
 
-    with mock.patch.object(walker, "update", allocate), encoded_whole():
+    with mock.patch.object(walker, "update", allocate), with_fake_values():
         yield
-
-
-def encoded_whole() -> AbstractContextManager[object]:
-    """Encode each weight whole, not in hundreds of pieces; fake tensors take no memory."""
-    return mock.patch.object(weights, "PIECE_ELEMENTS", sys.maxsize)
-
-
-@contextmanager
-def _first_of(num_ranks: int) -> Iterator[None]:
-    """Make a process group in which only this rank exists."""
-    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -43,6 +43,7 @@ from octet.api_schemas.catalog import ModelFamily, model_families
 from octet.api_schemas.curve import Curve
 from octet.api_schemas.levels import LEVELS, Level
 from octet.api_schemas.measured import Measurements
+from octet.api_schemas.plan import Plan
 from octet.api_schemas.rows import RowPage
 from octet.client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message
 from octet.client.errors import AmbiguousJob, ApiError, DownloadFailed, SpecRefused, WaitTimeout
@@ -58,6 +59,8 @@ _ID = re.compile(rf"job_[0-7][0-9a-hjkmnp-tv-z]{{{_ID_LENGTH - 5}}}")
 _PREFIX = re.compile(r"job_[0-7][0-9a-hjkmnp-tv-z]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST_RECORDS_PER_PAGE = 1000
+LONGEST_PLAN_S = 75.0
+"""A server waits 30 s for the peaks of levels, and 30 s for those of changes."""
 
 
 class Client:
@@ -111,6 +114,17 @@ class Client:
     def validate(self, spec: JobSpec | Mapping[str, Any]) -> ValidatedJob:
         """Check a spec by the server's rules without submitting it; return the job that it would be."""
         return read(ValidatedJob, self._post("/v1/jobs/validate", _document(spec)))
+
+    def plan(self, spec: JobSpec | Mapping[str, Any], levels: Sequence[str] = ()) -> Plan:
+        """Return the bytes that a job would take, the pools that it fits, and what would make it fit.
+
+        levels: whose peaks are traced; by default all levels are listed, and the peak of the job's own is traced.
+        """
+        document = {"job": _document(spec), "levels": list(levels)}
+        answer = self._connection.request(
+            "POST", "/v1/plans", document=document, patience_s=self._patience_s, timeout_s=LONGEST_PLAN_S
+        )
+        return read(Plan, answer)
 
     def job(self, job_id: str) -> Job:
         """Return a job as it is now."""

@@ -56,12 +56,17 @@ class Connection:
         document: Any = None,
         headers: Mapping[str, str] | None = None,
         patience_s: float,
+        timeout_s: float | None = None,
     ) -> httpx.Response:
-        """Send until answered, for at most `patience_s`. Raises ApiError, UnexpectedAnswer or ConnectionFailed."""
+        """Send until answered, for at most `patience_s`. timeout_s: of an answer that takes long.
+
+        Raises ApiError, UnexpectedAnswer or ConnectionFailed."""
         delays = delays_s(patience_s)
         while True:
             try:
-                return _checked(self._http.request(method, path, params=params, json=document, headers=headers))
+                timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
+                request = self._http.request
+                return _checked(request(method, path, params=params, json=document, headers=headers, timeout=timeout))
             except TRIED_AGAIN as error:
                 self.pause(delays, error)
 

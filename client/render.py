@@ -14,6 +14,7 @@ from octet.api_schemas import Attempt, Checkpoint, Event, Job, JobState, LogLine
 from octet.api_schemas.catalog import ModelFamily
 from octet.api_schemas.curve import Curve
 from octet.api_schemas.levels import Level
+from octet.api_schemas.plan import Plan, PlanRow
 from octet.api_schemas.rows import Row
 from octet.client.doctor import Checkup, Standing
 from octet.client.text import duration, magnitude, num_bytes, number, one_line, printable
@@ -385,3 +386,40 @@ def age(at: datetime) -> str:
         if seconds >= length_s:
             return f"{seconds // length_s} {unit}"
     return f"{seconds} s"
+
+
+def plan_details(plan: Plan) -> Group:
+    """A table with a row for each level, then the room in pools, what would make the job fit, and what is not known."""
+    right = ("WEIGHTS", "MASTERS", "GRADS", "MOMENTS", "STEP", "PEAK", "SENT")
+    grid = table("LEVEL", *right, right=right)
+    for row in plan.rows:
+        states = row.states or {}
+        moments = sum(states[kind] for kind in ("exp_avg", "exp_avg_sq")) if states else None
+        held = [states.get(kind) for kind in ("weights", "master_weights", "gradients")]
+        sent = None if row.sent_bytes is None else sum(sum(by_dtype.values()) for by_dtype in row.sent_bytes.values())
+        grid.add_row(row.level, *map(num_bytes, (*held, moments, row.step_bytes, row.peak_bytes, sent)))
+    lines = [line for row in plan.rows for line in _fit_lines(row, plan)]
+    if plan.changes:
+        lines.append("It would fit with one of these, cheapest first:")
+        lines += [f"  {row.change} (peak {num_bytes(row.peak_bytes)})" for row in plan.changes]
+    notes = [f"{row.level}: {row.reason}" for row in plan.rows if row.reason and not row.reason.startswith("only states: name")]
+    if len(notes) + sum(row.peak_bytes is not None for row in plan.rows) < len(plan.rows):
+        notes.append("Rows without a peak: name levels in --levels to trace theirs.")
+    return Group(grid, *(Text(line) for line in (*lines, *notes)))
+
+
+_ROOM = {
+    "yes": "fits",
+    "tight": "fits or not, by what CUDA and NCCL take",
+    "no": "does not fit",
+    "unknown": "has room for the states",
+}
+
+
+def _fit_lines(row: PlanRow, plan: Plan) -> Iterable[str]:
+    for fit in row.fits:
+        room = "free" if fit.free_bytes >= 0 else "missing"
+        line = f"{row.level} in pool {fit.pool}: {_ROOM[fit.verdict]}, {num_bytes(abs(fit.free_bytes))} {room}"
+        if fit.largest_micro_batch is not None:
+            line += f"; largest micro-batch {fit.largest_micro_batch}, now {plan.micro_batch_size}"
+        yield line

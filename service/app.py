@@ -12,6 +12,7 @@ from fastapi import Depends, FastAPI, Response
 from fastapi import Request as HttpRequest
 
 from octet.api_schemas import Problem
+from octet.api_schemas.plan import PlanRequest
 from octet.service import page
 from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
@@ -22,10 +23,11 @@ from octet.service.http.problems import answers, install
 from octet.service.http.streams import Streams
 from octet.service.ingest.app import Ingest, route_to
 from octet.service.jobs.admission import Admission
+from octet.service.jobs.planning import Planner
 from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.rows import RowTotals, Sparklines
 from octet.service.jobs.submissions import Shown, Submissions
-from octet.service.routes import catalog, curves, files, jobs, operations, prometheus, records, reference, rows, stream
+from octet.service.routes import catalog, curves, files, jobs, operations, plans, prometheus, records, reference, rows, stream
 from octet.service.routes.job_views import shown_submissions
 from octet.service.scheduling.places import QueuePlaces
 from octet.service.settings import Settings
@@ -50,6 +52,7 @@ def create_app(
         async with telemetry.process.watching_the_loop():
             yield
         await streams.close()
+        await context.planner.close()
 
     app = _Api(
         title="Octet",
@@ -59,11 +62,7 @@ def create_app(
         redoc_url=None,
         lifespan=lifespan,
         separate_input_output_schemas=False,
-        telemetry={
-            "tracing": False,
-            "metrics": False,
-            "logs": False,
-        },  # ours are in `telemetry`; it looks for its own each time
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # ours are in `telemetry`; it looks for its own
         dependencies=[Depends(refuse_unknown_query)],
         responses=answers(421, 503),
     )
@@ -74,13 +73,15 @@ def create_app(
     ingest = Ingest(database, settings.lease_s, telemetry, wake)
     places = QueuePlaces(database, settings)
     submissions = Submissions(database, show)
-    context = AppContext(settings, database, wake, Admission(settings), submissions, places, Sparklines(), RowTotals())
+    context = AppContext(
+        settings, database, wake, Admission(settings), submissions, places, Sparklines(), RowTotals(), Planner(settings)
+    )
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams
     app.state.ingest = ingest
     app.router.routes.append(route_to(ingest))
-    for part in (rows, stream, jobs, records, curves, files, catalog, operations, prometheus):
+    for part in (rows, stream, jobs, plans, records, curves, files, catalog, operations, prometheus):
         app.include_router(part.router, dependencies=[require_api_key], responses=answers(401))
     app.include_router(operations.health)
     app.include_router(reference.router)
@@ -115,7 +116,8 @@ class _Api(FastAPI):
             schemas = super().openapi()["components"]["schemas"]
             for unused in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(unused, None)
-            problem = Problem.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
-            schemas |= {**problem.pop("$defs"), "Problem": problem}
+            for contract in (PlanRequest, Problem):  # of routes that FastAPI does not read
+                schema = contract.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
+                schemas |= {**schema.pop("$defs"), contract.__name__: schema}
         assert self.openapi_schema is not None
         return self.openapi_schema

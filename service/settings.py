@@ -61,6 +61,9 @@ class Settings(BaseSettings):
         default=1 << 30, ge=0, description="a job that found the disk full starts again once this much is free in data_dir"
     )
 
+    planner: bool = Field(
+        default=True, description="trace the peaks of plans in a process with torch, 0.7 GB from the first plan on"
+    )
     data_check_timeout_s: Seconds = Field(default=10, description="longest check of a job's data at submission")
     data_check_max_entries: int = Field(
         default=200_000, ge=1, description="most files and folders below data.path that are looked at at submission"

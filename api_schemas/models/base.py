@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from octet.api_schemas.base import Contract, refusal
 from octet.api_schemas.data.files import ANY_FILE, Files
 from octet.api_schemas.inputs import METRICS, ImageInput, Task, TokenInput
+from octet.api_schemas.models.shapes import Shapes
 
 Size = Annotated[int, Field(ge=1, le=1_048_576)]
 
@@ -84,6 +85,15 @@ class FamilySizes(Contract):
     @abstractmethod
     def flops_per_token(self, sequence_length: int) -> float | None:
         """FLOPs of the model for one token, forward and backward, without recomputation."""
+
+    def parameters(self) -> Shapes | None:
+        """Return the parameters in the order in which the network registers them; None if only a rank knows them."""
+        return None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the network's own buffers."""
+        return 0
 
     @property
     def divided_sizes(self) -> Mapping[str, int]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from octet.api_schemas.models.base import Capabilities, FamilySizes, Size
+from octet.api_schemas.models.shapes import ParameterShape, Shapes, linear, norm
 from octet.api_schemas.models.vision import IMAGENET, Images, VisionSizes, VisionSpec
 
 PresetName = Literal["deit-tiny", "deit-s", "deit-b", "vit-1.2b"]
@@ -39,6 +40,19 @@ class DeiTSizes(VisionSizes):
     def num_block_weights(self) -> int:
         """Elements of the weight matrices inside the blocks, which a level converts."""
         return 12 * self.hidden_size**2 * self.num_layers
+
+    def parameters(self) -> Shapes:
+        """Yield the parameters in the order in which the network registers them."""
+        width, embeddings = self.hidden_size, "network.vit.embeddings"
+        yield ParameterShape(f"{embeddings}.cls_token", (1, 1, width))
+        yield ParameterShape(f"{embeddings}.position_embeddings", (1, self.tokens_per_image, width))
+        yield from self._patches(embeddings, width)
+        for block in range(self.num_layers):
+            name = f"network.vit.layers.{block}"
+            yield from self._projections(name, width, block)
+            yield from self._norms_and_mlp(name, width, block)
+        yield from norm("network.vit.layernorm", width)
+        yield from linear("network.classifier", self.num_classes, width)
 
     @property
     def flops_per_image(self) -> float:

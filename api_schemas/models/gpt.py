@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 from octet.api_schemas.base import refusal
 from octet.api_schemas.inputs import Task, TokenInput
 from octet.api_schemas.models.base import Capabilities, FamilySizes, Size, SizedSpec, divisors
+from octet.api_schemas.models.shapes import ParameterShape, Shapes, linear, norm
 
 PresetName = Literal[
     "gpt-tiny", "gpt-mini", "gpt-125m", "gpt-350m", "gpt-760m", "gpt-1.3b", "gpt-2.7b", "gpt-6.7b", "gpt-13b", "gpt-175b"
@@ -65,6 +66,22 @@ class GPTSizes(FamilySizes):
     def num_block_weights(self) -> int:
         """Elements of the weight matrices inside the blocks, which a level converts."""
         return 12 * self.hidden_size * self.hidden_size * self.num_layers
+
+    def parameters(self) -> Shapes:
+        """Yield the parameters in the order in which the network registers them."""
+        width, vocabulary = self.hidden_size, (self.vocab_size, self.hidden_size)
+        yield ParameterShape("token_embedding.weight", vocabulary, divided_dim=0)
+        yield ParameterShape("position_embedding.weight", (self.max_sequence_length, width))
+        for block in range(self.num_layers):
+            name = f"blocks.{block}"
+            yield from norm(f"{name}.attention_norm", width, block=block)
+            yield from linear(f"{name}.attention.qkv", 3 * width, width, divided_dim=0, block=block)
+            yield from linear(f"{name}.attention.output", width, width, divided_dim=1, block=block)
+            yield from norm(f"{name}.mlp_norm", width, block=block)
+            yield from linear(f"{name}.mlp.up", 4 * width, width, divided_dim=0, block=block)
+            yield from linear(f"{name}.mlp.down", width, 4 * width, divided_dim=1, block=block)
+        yield from norm("final_norm", width)
+        yield ParameterShape("head.weight", vocabulary, True, 0, tied_to="token_embedding.weight")
 
     def flops_per_token(self, sequence_length: int) -> float:
         """FLOPs for one token, forward and backward: 6 per parameter in a product, plus 12·L·D·T for attention.

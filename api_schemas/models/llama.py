@@ -8,6 +8,7 @@ from pydantic import Field
 from octet.api_schemas.base import refusal
 from octet.api_schemas.inputs import Task, TokenInput
 from octet.api_schemas.models.base import Capabilities, FamilySizes, Size, SizedSpec, divisors
+from octet.api_schemas.models.shapes import ParameterShape, Shapes, linear, norm
 
 PresetName = Literal["llama-tiny", "llama-1b", "llama-3b", "llama-8b", "llama-70b"]
 
@@ -70,6 +71,25 @@ class LlamaSizes(FamilySizes):
         key_value_width = self.num_key_value_heads * self.head_size
         attention = self.hidden_size * (2 * self.hidden_size + 2 * key_value_width)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    def parameters(self) -> Shapes:
+        """Yield the parameters in the order in which the network registers them."""
+        width, inner, vocabulary = self.hidden_size, self.intermediate_size, (self.vocab_size, self.hidden_size)
+        key_value_width = self.num_key_value_heads * self.head_size
+        yield ParameterShape("token_embedding.weight", vocabulary, divided_dim=0)
+        for block in range(self.num_layers):
+            name = f"blocks.{block}"
+            yield from norm(f"{name}.attention_norm", width, bias=False, block=block)
+            for layer, outputs in (("query", width), ("key", key_value_width), ("value", key_value_width)):
+                yield from linear(f"{name}.attention.{layer}", outputs, width, bias=False, divided_dim=0, block=block)
+            yield from linear(f"{name}.attention.output", width, width, bias=False, divided_dim=1, block=block)
+            yield from norm(f"{name}.mlp_norm", width, bias=False, block=block)
+            for layer in ("gate", "up"):
+                yield from linear(f"{name}.mlp.{layer}", inner, width, bias=False, divided_dim=0, block=block)
+            yield from linear(f"{name}.mlp.down", width, inner, bias=False, divided_dim=1, block=block)
+        yield from norm("final_norm", width, bias=False)
+        tied_to = "token_embedding.weight" if self.tie_embeddings else None
+        yield ParameterShape("head.weight", vocabulary, True, 0, tied_to=tied_to)
 
     def flops_per_token(self, sequence_length: int) -> float:
         """FLOPs for one token, forward and backward: 6 per parameter in a product, plus 12·L·D·T for attention.

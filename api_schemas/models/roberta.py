@@ -11,6 +11,7 @@ from pydantic import Field
 from octet.api_schemas.base import refusal
 from octet.api_schemas.inputs import Task, TokenInput
 from octet.api_schemas.models.base import Capabilities, FamilySizes, Size, SizedSpec, divisors
+from octet.api_schemas.models.shapes import ParameterShape, Shapes, linear, norm
 
 PresetName = Literal["roberta-tiny", "roberta-base", "roberta-large"]
 POSITIONS_BEFORE_FIRST = 2
@@ -44,8 +45,7 @@ class RobertaSizes(FamilySizes):
     def num_parameters(self) -> int:
         """Parameters of transformers' RobertaForMaskedLM; the tied head's weight counts once."""
         width = self.hidden_size
-        num_positions = self.max_sequence_length + POSITIONS_BEFORE_FIRST
-        embeddings = (self.vocab_size + num_positions + 1) * width + 2 * width  # one kind of segment; a LayerNorm
+        embeddings = (self.vocab_size + self._num_positions + 1) * width + 2 * width  # one kind of segment; a LayerNorm
         biases_and_norms = self.num_layers * (9 * width + self.intermediate_size)
         head = width * width + 3 * width + self.vocab_size
         return embeddings + self.num_block_weights + biases_and_norms + head
@@ -54,6 +54,37 @@ class RobertaSizes(FamilySizes):
     def num_block_weights(self) -> int:
         """Elements of the weight matrices inside the blocks, which a level converts."""
         return self.num_layers * (4 * self.hidden_size**2 + 2 * self.hidden_size * self.intermediate_size)
+
+    def parameters(self) -> Shapes:
+        """Yield the parameters in the order in which the network registers them."""
+        width, vocabulary = self.hidden_size, (self.vocab_size, self.hidden_size)
+        embeddings, head = "network.roberta.embeddings", "network.lm_head"
+        yield ParameterShape(f"{embeddings}.word_embeddings.weight", vocabulary)
+        yield ParameterShape(f"{embeddings}.token_type_embeddings.weight", (1, width))
+        yield from norm(f"{embeddings}.LayerNorm", width)
+        yield ParameterShape(f"{embeddings}.position_embeddings.weight", (self._num_positions, width))
+        for block in range(self.num_layers):
+            name = f"network.roberta.encoder.layer.{block}"
+            for layer in ("query", "key", "value"):
+                yield from linear(f"{name}.attention.self.{layer}", width, width, block=block)
+            yield from linear(f"{name}.attention.output.dense", width, width, block=block)
+            yield from norm(f"{name}.attention.output.LayerNorm", width, block=block)
+            yield from linear(f"{name}.intermediate.dense", self.intermediate_size, width, block=block)
+            yield from linear(f"{name}.output.dense", width, self.intermediate_size, block=block)
+            yield from norm(f"{name}.output.LayerNorm", width, block=block)
+        yield ParameterShape(f"{head}.bias", (self.vocab_size,))
+        yield from linear(f"{head}.dense", width, width)
+        yield from norm(f"{head}.layer_norm", width)
+        yield ParameterShape(f"{head}.decoder.weight", vocabulary, True, tied_to=f"{embeddings}.word_embeddings.weight")
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Two tables of positions, int64."""
+        return 2 * 8 * self._num_positions
+
+    @property
+    def _num_positions(self) -> int:
+        return self.max_sequence_length + POSITIONS_BEFORE_FIRST
 
     def flops_per_token(self, sequence_length: int) -> float:
         """FLOPs for one token, forward and backward: 6 per parameter in a product, plus 12·L·D·T for attention.

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from octet.api_schemas.base import refusal
 from octet.api_schemas.models.base import Capabilities, FamilySizes, Size
+from octet.api_schemas.models.shapes import ParameterShape, Shapes, linear, norm
 from octet.api_schemas.models.vision import DropRate, Images, VisionSizes, VisionSpec
 
 PresetName = Literal["swin-tiny", "swin-t", "swin-1.0b"]
@@ -66,6 +67,31 @@ class SwinSizes(VisionSizes):
         """Elements of the weight matrices inside the blocks and the mergers, which a level converts."""
         blocks = sum(12 * stage.width**2 * stage.num_blocks for stage in self.stages)
         return blocks + sum(8 * stage.width**2 for stage in self._merging)
+
+    def parameters(self) -> Shapes:
+        """Yield the parameters in the order in which the network registers them."""
+        yield from self._patches("network.swin.embeddings", self.embed_dim)
+        yield from norm("network.swin.embeddings.norm", self.embed_dim)
+        stages, block = list(self.stages), 0
+        for number, stage in enumerate(stages):
+            holder = f"network.swin.encoder.layers.{number}"
+            for index in range(stage.num_blocks):
+                name, width = f"{holder}.blocks.{index}", stage.width
+                yield from self._projections(name, width, block)
+                table = f"{name}.attention.relative_position_bias.relative_position_bias_table"
+                yield ParameterShape(table, ((2 * self.window_size - 1) ** 2, stage.num_heads), block=block)
+                yield from self._norms_and_mlp(name, width, block)
+                block += len(stages) > 1  # a single stage is a list of one block
+            if number < len(stages) - 1:
+                yield from linear(f"{holder}.downsample.reduction", 2 * stage.width, 4 * stage.width, bias=False)
+                yield from norm(f"{holder}.downsample.norm", 4 * stage.width)
+        yield from norm("network.swin.layernorm", stages[-1].width)
+        yield from linear("network.classifier", self.num_classes, stages[-1].width)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """A table of positions in a window for each block, int64."""
+        return 8 * self.window_size**4 * sum(self.depths)
 
     @property
     def flops_per_image(self) -> float:

@@ -9,6 +9,7 @@ from pydantic import Field
 from octet.api_schemas.base import refusal
 from octet.api_schemas.inputs import ImageInput, Task
 from octet.api_schemas.models.base import FamilySizes, Size, SizedSpec
+from octet.api_schemas.models.shapes import ParameterShape, Shapes, linear, norm
 
 DropRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -57,6 +58,24 @@ class VisionSizes(FamilySizes):
     def flops_per_token(self, sequence_length: int) -> float:
         """FLOPs of one image, divided by its tokens. sequence_length has no effect: an image has as many tokens as it has."""
         return self.flops_per_image / self.tokens_per_image
+
+    def _projections(self, block_name: str, width: int, block: int) -> Shapes:
+        """Yield the projections of attention in a block."""
+        for layer in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            yield from linear(f"{block_name}.attention.{layer}", width, width, block=block)
+
+    def _norms_and_mlp(self, block_name: str, width: int, block: int) -> Shapes:
+        """Yield the two LayerNorms of a block, then its MLP, four times as wide."""
+        yield from norm(f"{block_name}.layernorm_before", width, block=block)
+        yield from norm(f"{block_name}.layernorm_after", width, block=block)
+        yield from linear(f"{block_name}.mlp.fc1", 4 * width, width, block=block)
+        yield from linear(f"{block_name}.mlp.fc2", width, 4 * width, block=block)
+
+    def _patches(self, embeddings: str, width: int) -> Shapes:
+        """Yield the convolution that embeds patches."""
+        name = f"{embeddings}.patch_embeddings.projection"
+        yield ParameterShape(f"{name}.weight", (width, self.num_channels, self.patch_size, self.patch_size))
+        yield ParameterShape(f"{name}.bias", (width,))
 
     @property
     def patches_per_side(self) -> int:

@@ -23,8 +23,6 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
 from benchmarks.figures import Figure, add_write_option, write
-from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
-from benchmarks.gpu.live_bytes import LiveBytes
 from octet.api_schemas import GPTSizes
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models.llama import LlamaSizes
@@ -33,6 +31,8 @@ from octet.worker import initialize
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.models import gpt, llama
 from octet.worker.optim import clip_grad_norm_
+from octet.worker.planning.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
+from octet.worker.planning.live_bytes import LiveBytes
 
 TOKENS, HIDDEN = 8192, 1024
 CASES: tuple[tuple[str, dict[str, object]], ...] = (

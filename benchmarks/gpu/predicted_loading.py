@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
-from benchmarks.gpu.live_bytes import LiveBytes
 from benchmarks.gpu.predicted_savings import CARD_BYTES, GIB, LARGE_LEVELS
 from benchmarks.gpu.report import Row
 from octet.api_schemas import OptimizerSpec
@@ -25,6 +23,8 @@ from octet.worker.models.llama import Llama
 from octet.worker.models.meta import parameters_on_meta
 from octet.worker.optim import build_optimizer
 from octet.worker.optim.schedule import parameter_groups
+from octet.worker.planning.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
+from octet.worker.planning.live_bytes import LiveBytes
 from octet.worker.prepare.initialize import prepare
 from octet.worker.pretrained.files import PretrainedFiles
 from octet.worker.pretrained.layouts import layout_in_file

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 
 from benchmarks.figures import OUT, Figure, add_write_option, write
-from benchmarks.gpu.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
-from benchmarks.gpu.live_bytes import LiveBytes, Snapshot
 from benchmarks.gpu.networks import (
     BF16_AMP,
     FP16_AMP,
@@ -39,6 +37,8 @@ from benchmarks.gpu.predicted_savings import VISION_SAVINGS, large_rows, option_
 from benchmarks.gpu.report import Report, Row, unused
 from benchmarks.gpu.session import chosen_names
 from benchmarks.gpu.train import MEMORY, SAVED, SIZES, SMALL, Size
+from octet.worker.planning.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
+from octet.worker.planning.live_bytes import LiveBytes, Snapshot
 
 GIB = 1 << 30
 BF16_AMP_OURS, O2_8BIT = Way("bf16-amp, our AdamW", "bf16-amp"), Way("O2-8bit", "O2-8bit")

@@ -24,6 +24,7 @@ from octet.client.cli.options import (
 from octet.client.job_file import apply_settings, check_spec, load_job_file
 from octet.client.render import job_details
 from octet.client.terminal import Terminal
+from octet.client.text import num_bytes
 from octet.client.watch import watch as watch_jobs
 
 
@@ -88,6 +89,7 @@ def validate(
                 f"on each of {spec.resources.workers} workers, with gradients in {valid.gradient_accumulation}. "
                 f"Level {spec.precision.level}"
                 f"{'' if valid.recipe is None else f': {valid.recipe}'}."
+                f"{'' if valid.states is None else f' A rank holds {num_bytes(sum(valid.states.values()))}.'}"
             )
         )
 

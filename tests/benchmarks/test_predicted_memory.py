@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.fake_gpu import answer_host, fake_tensors
-from benchmarks.gpu.live_bytes import LiveBytes
 from benchmarks.gpu.networks import BF16_AMP, FP16_AMP, O1, O2, O3_SPLIT, TE, Step, Way, gpt_step
 from benchmarks.gpu.predicted_loading import load
 from octet.api_schemas.models.gpt import gpt_sizes
 from octet.api_schemas.models.llama import llama_sizes
 from octet.worker.fp8.weight import stored
+from octet.worker.planning.fake_gpu import answer_host, fake_tensors
+from octet.worker.planning.live_bytes import LiveBytes
 from tests.kit.waiting import LONG_S
 
 ROOT = Path(__file__).parent.parent.parent

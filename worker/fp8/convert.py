@@ -8,13 +8,13 @@ layer that a rule or the user leaves out.
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from octet.api_schemas.conversion import MIN_FEATURES, matches, names_at_the_ends, why_not_wanted
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.precision import PrecisionSpec
 from octet.api_schemas.recipe import RecipeSpec
@@ -26,12 +26,6 @@ from octet.worker.fp8.layout import is_known_class, layout_of
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.recipe import Recipe
 from octet.worker.fp8.speedups import Chip, borrowed_table, why_bf16
-
-MIN_FEATURES = 16
-"""FP8 products on CUDA work on multiples of 16; a dimension below that would be mostly padding."""
-
-HEADS = ("head", "*.head", "*lm_head*", "*embed_out", "*classifier*", "score", "*.score", "*predictions*", "*qa_outputs")
-"""The names that torchvision, timm and transformers give to the layer that makes the logits."""
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -117,9 +111,9 @@ def select_layers(model: nn.Module, rules: PrecisionSpec) -> tuple[list[str], li
     linears = _linears(model)
     users = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     selected, skipped = [], []
-    ends = _names_at_the_ends(list(linears), rules)
+    ends = names_at_the_ends(list(linears), rules)
     for name, linear in linears.items():
-        reason = _why_not_wanted(name, rules, ends)
+        reason = why_not_wanted(name, rules, ends)
         layer = SkippedLayer(name, reason, by_request=True) if reason else None
         if layer is None:
             reason = _why_not_possible(name, linear, model, rules, num_users=users[id(linear.weight)])
@@ -205,22 +199,6 @@ def _counted(layers: Collection[SkippedLayer | FilteredLayer]) -> str:
     return "; ".join(f"{count} of {reason}" for reason, count in counts.items())
 
 
-def _names_at_the_ends(names: list[str], rules: PrecisionSpec) -> frozenset[str]:
-    return frozenset(names[: rules.skip_first_layers] + names[max(0, len(names) - rules.skip_last_layers) :])
-
-
-def _why_not_wanted(name: str, rules: PrecisionSpec, ends: frozenset[str]) -> str | None:
-    if _matches(name, rules.exclude):
-        return "excluded by name"
-    if not _matches(name, rules.include):
-        return "not included by name"
-    if name in ends:
-        return f"among the first {rules.skip_first_layers} or last {rules.skip_last_layers} linear layers"
-    if _matches(name, HEADS) and not rules.convert_heads:
-        return "a head: its rounding error would go straight into the loss"
-    return None
-
-
 def _why_not_possible(name: str, linear: nn.Module, model: nn.Module, rules: PrecisionSpec, num_users: int) -> str | None:
     layout = layout_of(linear)
     assert layout is not None
@@ -277,13 +255,9 @@ def _refuse_surprises(names: Collection[str], skipped: Collection[SkippedLayer],
     surprises += [
         f"the glob {glob!r} matches no linear layer"
         for glob in (*rules.include, *rules.exclude)
-        if not any(_matches(name, (glob,)) for name in names)
+        if not any(matches(name, (glob,)) for name in names)
     ]
     if surprises:
         raise ValueError(
             f"strict conversion, but {'; '.join(surprises)}. Name these layers in exclude, correct the glob, or drop strict."
         )
-
-
-def _matches(name: str, globs: Collection[str]) -> bool:
-    return any(fnmatchcase(name, glob) for glob in globs)

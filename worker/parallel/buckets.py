@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from octet.api_schemas.bucket_layout import BucketLayout, Piece
 from octet.worker import kernels
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.rounding_position import RoundingPosition
 from octet.worker.kernels.formats import E4M3
 from octet.worker.mesh import Axis, TensorInPieces
-from octet.worker.parallel.bucket_layout import BucketLayout, Piece
 
 
 class Bucket(ABC):

@@ -14,16 +14,13 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
+from octet.api_schemas.bucket_layout import MAX_ELEMENTS, fill_buckets
 from octet.worker.fp8.gradient_hooks import has_new_gradient
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.weight import stored, tensors_in_memory
 from octet.worker.kernels.torch_private import call_after_backward
 from octet.worker.mesh import Axis
-from octet.worker.parallel.bucket_layout import fill_buckets
 from octet.worker.parallel.buckets import Bucket, CodesBucket, WideBucket
-
-MAX_ELEMENTS = 16 * 1024 * 1024
-"""Elements of one bucket. At most three buckets are under way; each holds two copies of its gradients, sent and received."""
 
 _DONE = object()
 

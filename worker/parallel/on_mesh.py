@@ -7,14 +7,14 @@ from octet.api_schemas.layout import ParallelismSpec
 from octet.worker.common.deferred import is_deferred
 from octet.worker.common.errors import InvalidConfig
 from octet.worker.fp8.weight import stored
-from octet.worker.mesh import Mesh
+from octet.worker.mesh import Axes
 from octet.worker.parallel.data_parallel import broadcast_parameters
 from octet.worker.parallel.parallel import WIDE_DTYPES, Parallel
 from octet.worker.parallel.strategies import CannotDivide, divide
 from octet.worker.prepare.convert import share_rounding
 
 
-def on_mesh(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, parallelism: ParallelismSpec) -> Parallel:
+def on_mesh(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Axes, parallelism: ParallelismSpec) -> Parallel:
     """Return the model and its optimizer on the mesh. All ranks call it together, with the same whole model.
 
     Where it has no values yet, `materialize` gives each rank those of its part.

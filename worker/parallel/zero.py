@@ -17,6 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from octet.api_schemas.bucket_layout import Piece
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.fp8.weight import Float8Weight, is_float8_weight, stored
@@ -27,7 +28,6 @@ from octet.worker.models.blocks import repeated_blocks
 from octet.worker.optim import LowBitOptimizer
 from octet.worker.optim.sharding import cut_into_pieces, make_piece, shares_memory
 from octet.worker.optim.shards import agree_on_finite, agree_on_weight_scales
-from octet.worker.parallel.bucket_layout import Piece
 from octet.worker.parallel.buckets import Bucket
 from octet.worker.parallel.data_parallel import GradientBuckets, in_turn
 from octet.worker.parallel.norm import clip_together

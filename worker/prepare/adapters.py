@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from octet.api_schemas.conversion import HEADS, matches
 from octet.api_schemas.precision import PrecisionSpec
 from octet.api_schemas.training import AdapterSpec
 from octet.worker.common.errors import InvalidConfig
 from octet.worker.fp8.accelerator import is_accelerator
-from octet.worker.fp8.convert import HEADS, replaceable_linears, select_layers
+from octet.worker.fp8.convert import replaceable_linears, select_layers
 from octet.worker.fp8.layout import layout_of
 from octet.worker.fp8.stored import CODES, PARTS, exact_state_dict
 
@@ -125,7 +126,7 @@ def _frozen_names(model: nn.Module) -> set[str]:
 
 def _targets(model: nn.Module, spec: AdapterSpec) -> list[str]:
     """The names of the layers to adapt, in the model's order."""
-    linears = [name for name in replaceable_linears(model) if not any(fnmatchcase(name, head) for head in HEADS)]
+    linears = [name for name in replaceable_linears(model) if not matches(name, HEADS)]
     matched: dict[str, None] = {}
     for target in spec.targets:
         found = [name for name in linears if fnmatchcase(name, target) or name.endswith(f".{target}")]

@@ -296,8 +296,13 @@ def names_of(tree: ast.AST) -> list[str]:
 
 
 def test_no_other_module_names_one() -> None:
+    """Only `planning` does: its fake device stands for torch's own, and no rank imports it."""
     found = {}
     for path in WORKER.rglob("*.py"):
-        if path.name != "torch_private.py" and (names := names_of(ast.parse(path.read_text()))):
+        if (
+            path.name != "torch_private.py"
+            and path.parent.name != "planning"
+            and (names := names_of(ast.parse(path.read_text())))
+        ):
             found[str(path.relative_to(WORKER))] = names
     assert found == {}

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octet.worker.parallel.bucket_layout import ALIGNMENT, BucketLayout, fill_buckets
+from octet.api_schemas.bucket_layout import ALIGNMENT, BucketLayout, fill_buckets
 
 SIZES = st.lists(st.sampled_from([0, 1, 5, 127, 128, 129, 255, 4096, 5000]), min_size=1, max_size=6)
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten
 
-from benchmarks.gpu.live_bytes import LiveBytes
 from octet.api_schemas import GPTSizes, JobSpec, StepReport, TrainingSpec, explain
 from octet.api_schemas.recipe import RecipeSpec
 from octet.worker import (
@@ -35,6 +34,7 @@ from octet.worker.models.cross_entropy import IGNORED, cross_entropy
 from octet.worker.models.gpt import GPT
 from octet.worker.models.linear_cross_entropy import DeferredLogits
 from octet.worker.optim import LowBitAdamW, LowBitOptimizer, clip_grad_norm_
+from octet.worker.planning.live_bytes import LiveBytes
 from octet.worker.prepare.blocks import compile_blocks
 from octet.worker.prepare.memory_options import prepare_steps
 from octet.worker.prepare.saved_activations import SavedAsItIs, SavedCodes, _Saver

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.live_bytes import LiveBytes
 from octet.api_schemas import StepReport
 from octet.api_schemas.levels import LEVELS
 from octet.worker import fuse_loss, initialize, keep_activations_in_fp8, keep_residual_in_bf16
 from octet.worker.common.errors import InvalidConfig, Stopped
 from octet.worker.models.blocks import repeated_blocks
+from octet.worker.planning.live_bytes import LiveBytes
 from octet.worker.prepare.blocks import checkpoint_blocks, compile_blocks
 from tests.kit.accelerator import cuda_dtypes
 from tests.kit.families import FAMILIES, batch_of

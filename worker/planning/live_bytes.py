@@ -9,8 +9,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,20 @@ class LiveBytes(TorchDispatchMode):
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._modules: list[str] = []
         self._at: tuple[int, Callable[[], None]] | None = None
+        self._depth = 0
+
+    def __enter__(self) -> Self:
+        if not self._depth:
+            self._resize = mock.patch.object(torch.UntypedStorage, "resize_", self._resized(torch.UntypedStorage.resize_))
+            self._resize.start()
+        self._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._depth -= 1
+        if not self._depth:
+            self._resize.stop()
 
     def restart(self, at: tuple[int, Callable[[], None]] | None = None) -> None:
         """Start counting ops and the peak. at: number of an op, and a function to call after that op."""
@@ -110,8 +125,9 @@ class LiveBytes(TorchDispatchMode):
         def leave(_module: nn.Module, _inputs: Any, _outputs: Any) -> None:
             self._modules.pop()
 
-        for hook in (enter, leave):
-            hook.reads_no_tensors = True  # type: ignore[attr-defined]  # layers still compute the activations before them
+        hooks: tuple[Any, ...] = (enter, leave)
+        for hook in hooks:
+            hook.reads_no_tensors = True  # layers still compute the activations before them
         handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
         try:
             yield
@@ -136,12 +152,29 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self.live or self.device_type not in (None, tensor.device.type):
             return
-        num_bytes = -(-storage.nbytes() // self.granule) * self.granule
+        num_bytes = self._rounded(storage.nbytes())
         dtype = str(tensor.dtype).removeprefix("torch.")
         origin = f"{self._where()} {op.removeprefix('aten.')} {dtype}{list(tensor.shape)}".strip()
         self.live[key] = Allocation(num_bytes, self.phase, origin)
         self.num_bytes += num_bytes
         self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+
+    def _resized(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        """Return torch's `resize_` of a storage, whose memory comes and goes at ZeRO stage 3."""
+
+        def follow(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            allocation = self.live.get(storage._cdata)
+            if allocation is not None:
+                num_bytes = self._rounded(size)
+                self.num_bytes += num_bytes - allocation.num_bytes
+                self.live[storage._cdata] = replace(allocation, num_bytes=num_bytes)
+            return result
+
+        return follow
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.granule) * self.granule
 
     def _forget(self, key: int) -> None:
         self.num_bytes -= self.live.pop(key).num_bytes

@@ -37,7 +37,7 @@ CHIP = Chip("NVIDIA H200", HOPPER)
 class _Fakes(FakeTensorMode):
     """Keep `torch.tensor` from initializing the device first, as torch does for fake CUDA tensors."""
 
-    avoid_device_init = True  # type: ignore[assignment]
+    avoid_device_init = True
 
 
 class _Backend(_DummyBackendModule):
@@ -84,10 +84,15 @@ def fake_gpu() -> Iterator[torch.device]:
         for owner, name, replacement in (
             (JITFunction, "run", lambda *_args, **_options: None),
             (gemm, "platform", lambda _device: (HOPPER, CUDA_VERSION)),
-            (convert, "filter_layers", lambda *arguments: filter_layers(*arguments[:-1], CHIP)),
+            (
+                convert,
+                "filter_layers",
+                lambda model, names, rules, tokens, _: filter_layers(model, names, rules, tokens, CHIP),
+            ),
             (FusedStep, "_send", _send),
             (Tensor, "is_cuda", property(lambda tensor: tensor.device.type == DEVICE_TYPE)),
             (nn.functional, "scaled_dot_product_attention", attention),
+            (torch.cuda, "get_device_capability", lambda *_device: HOPPER),  # a broadcast asks for it
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(fake_tensors())
@@ -98,11 +103,11 @@ def fake_gpu() -> Iterator[torch.device]:
 @contextmanager
 def foreach_takes_fakes() -> Iterator[None]:
     """Let torch's clipping and optimizers take lists of fake tensors at once, as lists of real ones on CUDA."""
-    _foreach_supported_types.append(FakeTensor)  # type: ignore[arg-type]
+    _foreach_supported_types.append(FakeTensor)
     try:
         yield
     finally:
-        _foreach_supported_types.remove(FakeTensor)  # type: ignore[arg-type]
+        _foreach_supported_types.remove(FakeTensor)
 
 
 def see_within(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

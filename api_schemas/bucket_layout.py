@@ -11,6 +11,8 @@ from itertools import accumulate
 
 ALIGNMENT = 128
 """Elements; the block of the optimizer's codecs. With 16, blocks are cut and codes differ."""
+MAX_ELEMENTS = 16 * 1024 * 1024
+"""Elements of one bucket. At most three buckets are under way; each holds two copies of its gradients, sent and received."""
 
 
 @dataclass(frozen=True, slots=True)

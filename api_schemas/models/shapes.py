@@ -1,0 +1,50 @@
+"""The parameters of a network by name and shape, without the network: what a plan adds up."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class ParameterShape(NamedTuple):
+    """A parameter under the name that the network registers it with.
+
+    is_linear: the weight of a linear layer, (out, in). divided_dim: the dimension by which tensor ranks cut it; None where each
+    holds it whole. block: the index of the repeated block that it lies in; None outside of blocks. tied_to: the name of the
+    parameter that this is, unless a pipeline keeps the two on different ranks.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    is_linear: bool = False
+    divided_dim: int | None = None
+    block: int | None = None
+    tied_to: str | None = None
+
+    @property
+    def layer(self) -> str:
+        """The name of the layer that holds it."""
+        return self.name.rpartition(".")[0]
+
+
+Shapes = Iterator[ParameterShape]
+
+
+def linear(
+    layer: str,
+    out_features: int,
+    in_features: int,
+    *,
+    bias: bool = True,
+    divided_dim: int | None = None,
+    block: int | None = None,
+) -> Shapes:
+    """Yield the weight of a linear layer and its bias, which ranks divide with the outputs."""
+    yield ParameterShape(f"{layer}.weight", (out_features, in_features), True, divided_dim, block)
+    if bias:
+        yield ParameterShape(f"{layer}.bias", (out_features,), False, 0 if divided_dim == 0 else None, block)
+
+
+def norm(layer: str, width: int, *, bias: bool = True, block: int | None = None) -> Shapes:
+    """Yield the parameters of a LayerNorm, or without a bias of an RMSNorm."""
+    yield ParameterShape(f"{layer}.weight", (width,), block=block)
+    if bias:
+        yield ParameterShape(f"{layer}.bias", (width,), block=block)

@@ -1,0 +1,271 @@
+"""A plan: the bytes that a job takes on a rank at each level, the pools that it fits, and what would make it fit.
+
+States and bytes sent are closed forms (`planned_states.py`). The peak comes from a process with torch
+(`octet.worker.planning`), which the caller asks between `candidates` and `plan_of`. The bounds add what no tensor holds: to the
+lower one nothing, to the upper one the largest published sizes of fragmentation, CUDA's context and NCCL's buffers.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, ValidationError
+
+from octet.api_schemas.base import Contract
+from octet.api_schemas.job import JobSpec
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.measured import Bytes
+from octet.api_schemas.planned_states import NotPlanned, States, states_of
+from octet.api_schemas.precision import LevelName
+from octet.api_schemas.problem import explain
+from octet.api_schemas.resources import PoolConfig
+
+FRAGMENTATION = 1.07
+"""Reserved over allocated bytes, at worst over seven layouts of Llama 1 B on 8 to 64 H100 (nanotron's logs)."""
+CONTEXT_BYTES = 700_000_000
+"""CUDA's context and kernels, at most, with lazy loading (pytorch issue 107667)."""
+NCCL_BYTES = 4_340_000_000
+"""NCCL after its first all-to-all on 8 H100 (NCCL issue 1685)."""
+FP8_CAPABILITY = (8, 9)
+
+Verdict = Literal["yes", "tight", "no", "unknown"]
+
+
+class PlanRequest(Contract):
+    """A job, and the levels at which its peak is traced."""
+
+    job: JobSpec
+    levels: tuple[LevelName, ...] = Field(
+        default=(), max_length=len(LEVELS), description="default: states of every level, and the peak of the job's own"
+    )
+
+
+class PeakLine(Contract):
+    """A moment of the step. Its bytes are base + growth · (micro-batch / the job's micro-batch)."""
+
+    base: int
+    growth: int
+
+
+class Peak(Contract):
+    """The most bytes of tensors that are alive at once in an eager step, counted on fake tensors."""
+
+    bytes: Bytes
+    before: Bytes = Field(description="alive between steps")
+    held: dict[str, int] = Field(description="by class at the update, as octet.worker.memory_report counts them")
+    by_micro_batch: tuple[PeakLine, ...]
+
+    def largest_micro_batch(self, micro_batch_size: int, most_bytes: int) -> int:
+        """Return the most sequences of a pass with which no moment takes more bytes."""
+        sizes = [(most_bytes - line.base) * micro_batch_size // line.growth for line in self.by_micro_batch if line.growth > 0]
+        return max(0, min(sizes, default=0))
+
+
+class TraceRequest(Contract):
+    """One line to the planner's process."""
+
+    id: str
+    job: JobSpec
+
+
+class TraceReply(Contract):
+    """One line from the planner's process: the peak, or why there is none."""
+
+    id: str
+    peak: Peak | None = None
+    reason: str | None = None
+
+
+class Fit(Contract):
+    """The room of a job in a pool's devices. tight: between the bounds. unknown: it has room for the states alone."""
+
+    pool: str
+    memory_per_device_bytes: int
+    verdict: Verdict
+    free_bytes: int = Field(description="memory less the lower bound; negative if that is larger")
+    largest_micro_batch: int | None = Field(description="by the upper bound; null without a peak")
+
+
+class PlanRow(Contract):
+    """A job at a level, or with a change. Bytes are of the rank that holds most."""
+
+    level: LevelName
+    change: str | None = Field(default=None, description="the field that differs from the job's")
+    reason: str | None = Field(default=None, description="why the row, or its peak, is not known")
+    states: dict[str, int] | None = Field(default=None, description="held at the update, by class of memory_report")
+    plain_bytes: int | None = Field(default=None, description="the part of states outside of converted layers")
+    host_bytes: int | None = Field(default=None, description="optimizer states in host memory")
+    sent_bytes: dict[str, dict[str, int]] | None = Field(
+        default=None, description="gradients and weights sent to replicas in a step, by collective and dtype"
+    )
+    peak_bytes: int | None = None
+    step_bytes: int | None = Field(default=None, description="peak less what is alive between steps: activations, gradients, …")
+    lower_bytes: int | None = Field(default=None, description="the peak, or the states where no peak is known")
+    upper_bytes: int | None = Field(default=None, description="the peak with the largest published overheads")
+    states_agree: bool | None = Field(default=None, description="the trace holds what the closed form says")
+    fits: tuple[Fit, ...] = ()
+
+
+class Plan(Contract):
+    """A job's plan. changes: single changes with which it would fit its pool, cheapest first; only asked for if it does not."""
+
+    object: Literal["plan"] = "plan"
+    pool: str
+    workers: int
+    micro_batch_size: int
+    rows: tuple[PlanRow, ...]
+    changes: tuple[PlanRow, ...] = ()
+
+
+class Candidate(NamedTuple):
+    """A job that a row is about. spec: None if it cannot be, with the reason. wants_peak: trace it."""
+
+    level: LevelName
+    change: str | None
+    spec: JobSpec | None
+    reason: str | None
+    wants_peak: bool
+
+
+def candidates(request: PlanRequest, pool: PoolConfig | None = None) -> list[Candidate]:
+    """Return the job at every level that was asked for. pool: the job's, whose devices may lack FP8."""
+    own: LevelName = request.job.precision.level
+    traced = {*request.levels, *(() if request.levels else (own,))}
+    names = request.levels or LEVELS
+    return [_at_level(request.job, name, pool, name in traced) for name in names]  # type: ignore[arg-type]
+
+
+def _at_level(job: JobSpec, level: LevelName, pool: PoolConfig | None, wants_peak: bool) -> Candidate:
+    capability = None if pool is None else pool.min_compute_capability
+    if LEVELS[level].gemm == "fp8" and capability is not None and capability < FP8_CAPABILITY:
+        return Candidate(level, None, None, f"the devices of pool {pool and pool.name} may have no FP8 units", False)
+    if level == job.precision.level:
+        return Candidate(level, None, job, None, wants_peak)
+    return _changed(job, level, None, {"precision": {"level": level}}, wants_peak)
+
+
+def changes_of(job: JobSpec) -> list[Candidate]:
+    """Return the job with each single change that may save memory and that its rules allow, cheapest in time first."""
+    found = [_changed(job, job.precision.level, _written(change), change, True) for change in _changes(job)]
+    return [candidate for candidate in found if candidate.spec is not None and candidate.spec != job]
+
+
+def _changes(job: JobSpec) -> Iterator[dict[str, dict[str, Any]]]:
+    workers, zero_stage = job.resources.workers, job.parallelism.zero_stage
+    yield {"training": {"fused_loss": True}}
+    if workers > 1 and zero_stage < 1:
+        yield {"parallelism": {"zero_stage": 1}}
+    yield {"precision": {"level": "O2-8bit"}}
+    yield {"training": {"saved_activations": "fp8"}}
+    yield {"training": {"activation_checkpointing": "full"}}
+    if workers > 1 and zero_stage < 3:
+        yield {"parallelism": {"zero_stage": 3}}
+    yield {"resources": {"workers": 2 * workers}, "parallelism": {"zero_stage": max(1, zero_stage)}}
+
+
+def _written(change: Mapping[str, Mapping[str, Any]]) -> str:
+    return ", ".join(f"{part}.{name} {value}" for part, fields in change.items() for name, value in fields.items())
+
+
+def _changed(
+    job: JobSpec, level: LevelName, label: str | None, change: Mapping[str, Mapping[str, Any]], wants_peak: bool
+) -> Candidate:
+    document = job.model_dump(mode="json", exclude_unset=True)
+    for part, fields in change.items():
+        document[part] = {**document.get(part, {}), **fields}
+    try:
+        spec = JobSpec.model_validate(document)
+    except ValidationError as error:
+        violation = explain(error, JobSpec)[0]
+        reason = f"{violation.field}: got {violation.got}; allowed: {violation.allowed}. {violation.message}"
+        return Candidate(level, label, None, reason, False)
+    return Candidate(spec.precision.level, label, spec, None, wants_peak)
+
+
+def traces_of(found: Sequence[Candidate]) -> list[TraceRequest]:
+    """Return the requests to the planner's process, whose ids are the candidates' indices."""
+    return [
+        TraceRequest(id=str(index), job=candidate.spec)
+        for index, candidate in enumerate(found)
+        if candidate.spec is not None and candidate.wants_peak
+    ]
+
+
+def rows_of(found: Sequence[Candidate], pools: Sequence[PoolConfig], replies: Sequence[TraceReply]) -> list[PlanRow]:
+    """Return the rows of candidates. replies: to the requests of `traces_of`."""
+    by_id = {reply.id: reply for reply in replies}
+    return [_row(candidate, pools, by_id.get(str(index))) for index, candidate in enumerate(found)]
+
+
+def _row(candidate: Candidate, pools: Sequence[PoolConfig], reply: TraceReply | None) -> PlanRow:
+    row = PlanRow(level=candidate.level, change=candidate.change, reason=candidate.reason)
+    spec = candidate.spec
+    if spec is None:
+        return row
+    try:
+        states = states_of(spec, spec.model.sizes)
+    except NotPlanned as error:
+        return row.model_copy(update={"reason": str(error)})
+    peak = None if reply is None else reply.peak
+    reason = "only states: name the level to trace its peak" if reply is None else reply.reason
+    lower = sum(states.held.values()) if peak is None else max(peak.bytes, sum(states.held.values()))
+    overhead = CONTEXT_BYTES + (NCCL_BYTES if spec.resources.workers > 1 else 0)
+    upper = None if peak is None else round(lower * FRAGMENTATION) + overhead
+    found = {
+        "reason": reason,
+        "states": states.held,
+        "plain_bytes": states.plain,
+        "host_bytes": states.host,
+        "sent_bytes": states.sent,
+        "peak_bytes": None if peak is None else peak.bytes,
+        "step_bytes": None if peak is None else peak.bytes - peak.before,
+        "lower_bytes": lower,
+        "upper_bytes": upper,
+        "states_agree": None if peak is None else _agrees(states, peak),
+        "fits": tuple(
+            _fit(pool.name, pool.memory_per_device_bytes, (lower, upper, overhead), peak, spec)
+            for pool in pools
+            if pool.memory_per_device_bytes is not None
+        ),
+    }
+    return row.model_copy(update=found)
+
+
+def _agrees(states: States, peak: Peak) -> bool:
+    """Return True if all classes but `other` are equal within 0.5 %; it has an optimizer's counters on a GPU."""
+    return all(
+        abs(num_bytes - peak.held[kind]) <= 0.005 * num_bytes for kind, num_bytes in states.held.items() if kind != "other"
+    )
+
+
+def _fit(pool: str, memory: int, bounds: tuple[int, int | None, int], peak: Peak | None, spec: JobSpec) -> Fit:
+    lower, upper, overhead = bounds
+    verdict: Verdict = "no" if lower > memory else "unknown" if upper is None else "yes" if upper <= memory else "tight"
+    largest = None
+    if peak is not None:
+        largest = peak.largest_micro_batch(spec.batch.micro_batch_size, int((memory - overhead) / FRAGMENTATION))
+    return Fit(
+        pool=pool, memory_per_device_bytes=memory, verdict=verdict, free_bytes=memory - lower, largest_micro_batch=largest
+    )
+
+
+def fits(row: PlanRow, pool: str) -> Verdict:
+    """Return a row's verdict on a pool; "unknown" for one whose memory is not configured."""
+    return next((fit.verdict for fit in row.fits if fit.pool == pool), "unknown")
+
+
+def needs_changes(job: JobSpec, rows: Sequence[PlanRow]) -> bool:
+    """Return True if the job, as it is, may not fit its pool."""
+    own = [row for row in rows if row.level == job.precision.level]
+    return any(fits(row, job.resources.pool) in ("no", "tight") for row in own)
+
+
+def plan_of(job: JobSpec, rows: Sequence[PlanRow], changes: Sequence[PlanRow]) -> Plan:
+    """Put a plan together. changes: as far as they were planned; those that do not fit are left out."""
+    pool = job.resources.pool
+    return Plan(
+        pool=pool,
+        workers=job.resources.workers,
+        micro_batch_size=job.batch.micro_batch_size,
+        rows=tuple(rows),
+        changes=tuple(row for row in changes if fits(row, pool) == "yes"),
+    )

@@ -1,0 +1,252 @@
+"""The bytes that one rank of a job holds between steps and sends in each, in closed form: shapes times formats.
+
+Classes are those of `octet.worker.memory_report`, at the moment when a job reports them: after an update, while gradients are
+alive. The rank is the first of those that share a stage, whose share of each bucket is full; of a pipeline's ranks it is the
+one that holds most. Layers that a GPU's table of speedups leaves in bf16 are not known here: under ZeRO they keep a whole INT8
+residual at O3-split.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from octet.api_schemas.bucket_layout import MAX_ELEMENTS, BucketLayout, fill_buckets
+from octet.api_schemas.conversion import MIN_FEATURES, names_at_the_ends, why_not_wanted
+from octet.api_schemas.formats import GRADIENT_FORMATS, MASTER_WEIGHT_FORMATS, WEIGHT_FORMATS, state_formats
+from octet.api_schemas.job import JobSpec
+from octet.api_schemas.levels import Level
+from octet.api_schemas.models import FamilySizes
+from octet.api_schemas.models.shapes import ParameterShape
+from octet.api_schemas.optimization import OptimizerName
+from octet.api_schemas.precision import PrecisionSpec
+
+CLASSES = ("weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other")
+NUM_MEASURES = 5
+"""Numbers of a sample of statistics; each of a converted layer's three operands holds one sample."""
+DELAYED_BYTES = 16
+"""Bytes of delayed scaling in each operand, besides the window itself."""
+LOSS_SCALING_BYTES = 24
+AMAX_BYTES = 4
+"""The largest magnitude that an encoded weight keeps."""
+WIDE = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2)}
+WEIGHT_DTYPES = {"fp32": ("float32", 4), "fp16+scale": ("float16", 2), "fp8": ("float8_e4m3fn", 1)}
+"""The dtypes in which gradients and weights travel, and their bytes."""
+
+
+class NotPlanned(ValueError):
+    """A job whose states cannot be computed from its spec, with the reason."""
+
+
+class States(NamedTuple):
+    """One rank's bytes. plain: the part of `held` that belongs to parameters outside of converted layers.
+
+    host: optimizer states in host memory. sent: bytes of gradients and weights that the rank sends to its replicas in a step,
+    by collective and dtype; what tensor, context and pipeline ranks exchange is not among them.
+    """
+
+    held: dict[str, int]
+    plain: int
+    host: int
+    sent: dict[str, dict[str, int]]
+
+
+class _Parameter(NamedTuple):
+    """A parameter on a rank: its elements there, and those of all tensor ranks."""
+
+    num_elements: int
+    num_whole: int
+    block: int | None
+    is_converted: bool
+    is_coded: bool
+    """True if its gradient is held, and travels, in FP8."""
+
+
+def states_of(spec: JobSpec, sizes: FamilySizes) -> States:
+    """Return the states of the rank that holds most. sizes: with what the model's files say. Raises NotPlanned."""
+    ranks = (states_of_rank(spec, sizes, rank) for rank in range(spec.layout.pipeline))
+    return max(ranks, key=lambda states: sum(states.held.values()))
+
+
+def states_of_rank(spec: JobSpec, sizes: FamilySizes, pipeline_rank: int = 0) -> States:
+    """Return the states of one rank of the pipeline axis. Raises NotPlanned."""
+    shapes = sizes.parameters()
+    if shapes is None:
+        raise NotPlanned(f"only a rank that builds a model of family {spec.model.family} knows its parameters")
+    return _Rank(spec, sizes, list(shapes), pipeline_rank).states()
+
+
+def converted_weights(shapes: Sequence[ParameterShape], rules: PrecisionSpec) -> frozenset[str]:
+    """Return the names of the weights whose layers a level converts."""
+    names = [shape.layer for shape in shapes if shape.is_linear]
+    ends = names_at_the_ends(names, rules)
+    return frozenset(
+        shape.name
+        for shape in shapes
+        if shape.is_linear
+        and shape.tied_to is None
+        and min(shape.shape) >= MIN_FEATURES
+        and why_not_wanted(shape.layer, rules, ends) is None
+    )
+
+
+class _Rank:
+    """The first of the ranks that hold one part of a pipeline, or the whole model without one."""
+
+    def __init__(self, spec: JobSpec, sizes: FamilySizes, shapes: Sequence[ParameterShape], pipeline_rank: int) -> None:
+        self.spec, self.sizes, self.shapes = spec, sizes, shapes
+        self.precision, self.level = spec.resolved_precision, spec.precision.storage
+        self.optimizer = spec.training.optimizer.name
+        self.num_replicas = spec.layout.data * spec.layout.context
+        self.zero = spec.parallelism.zero_stage if self.num_replicas > 1 else 0
+        self.parameters = self._parameters(pipeline_rank)
+        self.buckets = self._buckets()
+
+    def _parameters(self, pipeline_rank: int) -> list[_Parameter]:
+        """Return the parameters in the order in which the rank's part of the network registers them."""
+        kept = _part_of_pipeline(self.spec, self.shapes, pipeline_rank)
+        converted = converted_weights(self.shapes, self.precision)
+        names, held = {shape.name for shape in kept}, []
+        for shape in kept:
+            if shape.tied_to in names:
+                continue
+            num_whole = math.prod(shape.shape)
+            num_elements = num_whole // (self.spec.parallelism.tensor if shape.divided_dim is not None else 1)
+            is_converted = shape.name in converted and self.level.has_own_fp8
+            is_coded = is_converted and self.precision.holds_fp8_gradients
+            held.append(_Parameter(num_elements, num_whole, shape.block, is_converted, is_coded))
+        return held
+
+    def _buckets(self) -> list[list[_Parameter]]:
+        """Return the buckets in which gradients travel, as `data_parallel.py` fills them; their order does not matter here."""
+        kinds: dict[tuple[bool, bool, int | None], list[_Parameter]] = {}
+        for parameter in reversed(self.parameters):
+            block = parameter.block if self.zero == 3 else None
+            in_codes = parameter.is_converted and self.level.weight != "fp32"
+            kinds.setdefault((parameter.is_coded, in_codes, block), []).append(parameter)
+        return [
+            kind[indices.start : indices.stop]
+            for kind in kinds.values()
+            for indices in fill_buckets([parameter.num_elements for parameter in kind], MAX_ELEMENTS)
+        ]
+
+    def states(self) -> States:
+        """Add up the bytes of all parameters."""
+        held, plain, host = dict.fromkeys(CLASSES, 0), 0, 0
+        for bucket in self.buckets:
+            layout = BucketLayout(tuple(parameter.num_elements for parameter in bucket), self.num_replicas)
+            lengths = {piece.index: piece.length for piece in layout.pieces(0)}
+            found = Counter[str]()
+            for index, parameter in enumerate(bucket):
+                num_owned = lengths.get(index, 0) if self.zero else parameter.num_elements
+                found.update(_weight_bytes(self.level, parameter, num_owned))
+                found.update(self._gradient_bytes(parameter, num_owned))
+                moments = _moment_bytes(self.level, self.optimizer, parameter.num_whole, num_owned)
+                if self.spec.training.offload_optimizer:
+                    host += sum(moments.values())
+                else:
+                    found.update(moments)
+            if self.zero:
+                self._correct_for_shares(found, bucket, layout.share_size)
+            plain += 0 if bucket[0].is_converted else found.total()
+            for kind, num_bytes in found.items():
+                held[kind] += num_bytes
+        held["other"] += self._other_bytes()
+        return States(held, plain, host, self._sent())
+
+    def _gradient_bytes(self, parameter: _Parameter, num_owned: int) -> dict[str, int]:
+        """Return the bytes of a gradient at the update; none where it was released, or no element is this rank's."""
+        if self.spec.training.gradient_release or (self.zero and not num_owned):
+            return {}
+        stored = GRADIENT_FORMATS["fp8" if parameter.is_coded else "fp32"]
+        return {"gradients": stored.num_code_bytes(num_owned), "scales": stored.num_scale_bytes(num_owned)}
+
+    def _correct_for_shares(self, found: Counter[str], bucket: Sequence[_Parameter], share_size: int) -> None:
+        """Count the shares of a bucket where ranks hold these, with their padding, and not each parameter's piece."""
+        is_sum = self.zero >= 2 and self.spec.batch.num_micro_batches > 1
+        if not bucket[0].is_coded and not is_sum:
+            found["gradients"] = 4 * share_size
+        if self._is_divided(bucket[0]):  # a released weight keeps the memory of one element
+            _, num_bytes = self._weight_dtype(bucket[0])
+            found["weights"] = num_bytes * (share_size + len(bucket))
+
+    def _weight_dtype(self, parameter: _Parameter) -> tuple[str, int]:
+        return WEIGHT_DTYPES[self.level.weight if parameter.is_converted else "fp32"]
+
+    def _is_divided(self, parameter: _Parameter) -> bool:
+        """Return True if ranks hold shares of the weight."""
+        return self.zero == 3 and parameter.block is not None
+
+    def _other_bytes(self) -> int:
+        """Return the bytes of buffers, and of a moving average, which each rank holds whole."""
+        training, recipe = self.spec.training, self.precision.resolved_recipe
+        num_bytes = self.sizes.buffer_bytes + (LOSS_SCALING_BYTES if self.level.loss_scaling else 0)
+        if training.ema_decay is not None:
+            num_bytes += 4 * sum(math.prod(shape.shape) for shape in self.shapes if shape.tied_to is None)
+        if recipe is not None and self.level.has_own_fp8:
+            window = 4 * recipe.amax_history_length + DELAYED_BYTES if recipe.scaling == "delayed" else 0
+            num_layers = sum(parameter.is_converted for parameter in self.parameters)
+            num_bytes += 3 * num_layers * (4 * NUM_MEASURES + window)
+        return num_bytes
+
+    def _sent(self) -> dict[str, dict[str, int]]:
+        """Return the bytes of gradients and weights that a rank sends to its replicas in a step."""
+        sent: dict[str, Counter[str]] = {"exchange": Counter(), "gather": Counter()}
+        if self.num_replicas == 1:
+            return {}
+        num_passes = self.spec.batch.num_micro_batches
+        wide_dtype, wide_bytes = WIDE[self.spec.parallelism.wide_communication]
+        for bucket in self.buckets:
+            first = bucket[0]
+            sizes = tuple(parameter.num_elements for parameter in bucket)
+            elements = BucketLayout(sizes, self.num_replicas).share_size * (self.num_replicas - 1)
+            dtype, num_bytes = ("float8_e4m3fn", 1) if first.is_coded else (wide_dtype, wide_bytes)
+            num_exchanges = num_passes if self.zero >= 2 else 1
+            sent["exchange"][dtype] += elements * num_bytes * num_exchanges
+            marks, mark_bytes = ("float32", 4) if first.is_coded else ("uint8", 1)  # scales, or who has a gradient
+            sent["gather"][marks] += len(bucket) * mark_bytes * (self.num_replicas - 1) * num_exchanges
+            if self.zero:
+                dtype, num_bytes = self._weight_dtype(first)
+                if self._is_divided(first) and dtype == "float32":
+                    dtype, num_bytes = wide_dtype, wide_bytes
+            times = 2 * num_passes if self._is_divided(first) else 1
+            sent["gather"][dtype] += elements * num_bytes * times
+        return {collective: dict(by_dtype) for collective, by_dtype in sent.items()}
+
+
+def _part_of_pipeline(spec: JobSpec, shapes: Sequence[ParameterShape], pipeline_rank: int) -> Sequence[ParameterShape]:
+    """Return the parameters of a rank's stages: those before the blocks are the first stage's, those after them the last's."""
+    layout = spec.layout
+    if layout.pipeline == 1:
+        return shapes
+    indices = [index for index, shape in enumerate(shapes) if shape.block is not None]
+    num_blocks, stages = 1 + max(shape.block or 0 for shape in shapes), layout.stages(pipeline_rank)
+    blocks = {block for stage in stages for block in layout.blocks(stage, num_blocks)}
+    kept = [shape for shape in shapes if shape.block in blocks]
+    before = list(shapes[: indices[0]]) if 0 in stages else []
+    after = list(shapes[indices[-1] + 1 :]) if layout.num_stages - 1 in stages else []
+    return [*before, *kept, *after]
+
+
+@lru_cache(maxsize=4096)
+def _weight_bytes(level: Level, parameter: _Parameter, num_owned: int) -> dict[str, int]:
+    """Return the bytes, by class, of a whole weight and of its master. num_owned: elements that the rank steps."""
+    weight = WEIGHT_FORMATS[level.weight if parameter.is_converted else "fp32"]
+    master = MASTER_WEIGHT_FORMATS[level.master_weight if parameter.is_converted else "none"]
+    return {
+        "weights": weight.num_code_bytes(parameter.num_elements),
+        "master_weights": master.num_code_bytes(num_owned),
+        "scales": weight.num_scale_bytes(parameter.num_elements) + master.num_scale_bytes(num_owned),
+        "other": AMAX_BYTES if parameter.is_converted and level.weight != "fp32" else 0,
+    }
+
+
+@lru_cache(maxsize=4096)
+def _moment_bytes(level: Level, optimizer: OptimizerName, num_elements: int, num_owned: int) -> dict[str, int]:
+    """Bytes, by class, of the optimizer's states. num_elements: of the whole parameter, which decide the format."""
+    found = {"scales": 0}
+    for state, stored in state_formats(level, num_elements, optimizer).items():
+        found[state] = stored.num_code_bytes(num_owned)
+        found["scales"] += stored.num_scale_bytes(num_owned)
+    return found

@@ -1,0 +1,98 @@
+"""The command that plans a job: `octet plan`, by a server or without one."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Annotated, get_args
+
+import typer
+
+from octet.api_schemas.plan import Candidate as PlanCandidate
+from octet.api_schemas.plan import (
+    Plan,
+    PlanRequest,
+    PlanRow,
+    TraceReply,
+    candidates,
+    changes_of,
+    needs_changes,
+    plan_of,
+    rows_of,
+    traces_of,
+)
+from octet.api_schemas.precision import LevelName
+from octet.api_schemas.resources import PoolConfig
+from octet.client import render
+from octet.client.cli.options import DEFAULT_URL, AsJson, Commands, JobFile, Settings, Url, connect
+from octet.client.job_file import apply_settings, check_spec, load_job_file
+from octet.client.terminal import Terminal
+
+
+def plan(
+    file: JobFile,
+    levels: Annotated[
+        str | None, typer.Option("--levels", help="Levels to compare, as O2,O3. Default: all, and the peak of the job's own.")
+    ] = None,
+    settings: Settings = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Ask no server; peaks need octet-fp8[worker] here.")] = False,
+    memory_gb: Annotated[
+        float | None, typer.Option("--memory-gb", min=0.001, help="With --offline: memory of a device, in 10^9 bytes.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the bytes of a job at each level, the pools that it fits, and what would make it fit."""
+    if memory_gb is not None and not offline:
+        raise typer.BadParameter("a server knows its pools' memory; allowed: with --offline", param_hint="--memory-gb")
+    document = load_job_file(file)
+    apply_settings(document, settings or [])
+    spec, terminal = check_spec(document, file), Terminal()
+    request = PlanRequest(job=spec, levels=_levels(levels))
+    with terminal.spinner_on_stderr("tracing"):
+        if offline:
+            found = _planned_here(request, memory_gb)
+        else:
+            with connect(url) as client:
+                found = client.plan(spec, request.levels)
+    terminal.show_json(found) if as_json else terminal.show(render.plan_details(found))
+
+
+def _levels(text: str | None) -> tuple[LevelName, ...]:
+    names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
+    known: tuple[LevelName, ...] = get_args(LevelName)
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"got {unknown[0]}; allowed: {', '.join(known)}", param_hint="--levels")
+    return tuple(name for name in known if name in names)
+
+
+def _planned_here(request: PlanRequest, memory_gb: float | None) -> Plan:
+    """Plan without a server."""
+    job, pools = request.job, []
+    if memory_gb is not None:
+        memory = round(memory_gb * 1e9)
+        pool = job.resources.pool
+        pools = [PoolConfig(name=pool, node_label=("pool", pool), slots=job.resources.workers, memory_per_device_bytes=memory)]
+    rows = _rows(candidates(request), pools)
+    changes = _rows(changes_of(job), pools) if needs_changes(job, rows) else []
+    return plan_of(job, rows, changes)
+
+
+def _rows(found: Sequence[PlanCandidate], pools: Sequence[PoolConfig]) -> list[PlanRow]:
+    requests = traces_of(found)
+    if find_spec("torch") is None:
+        reason = "only states: a peak needs pip install 'octet-fp8[worker]'"
+        return rows_of(found, pools, [TraceReply(id=request.id, reason=reason) for request in requests])
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    lines = "".join(f"{request.model_dump_json()}\n" for request in requests)
+    command = (sys.executable, "-m", "octet.worker.planning")
+    done = subprocess.run(command, input=lines, env=environment, capture_output=True, text=True, check=False)
+    replies = [TraceReply.model_validate_json(line) for line in done.stdout.splitlines()]
+    answered = {reply.id for reply in replies}
+    reason = f"the planner's process ended with status {done.returncode}: {done.stderr[-300:]}"
+    replies += [TraceReply(id=request.id, reason=reason) for request in requests if request.id not in answered]
+    return rows_of(found, pools, replies)
+
+
+COMMANDS: Commands = {"plan": plan}

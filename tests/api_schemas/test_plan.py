@@ -1,0 +1,150 @@
+"""Plans: which levels and changes are rows, the bounds, and that more memory never fits fewer jobs."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octet.api_schemas import JobSpec
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.plan import (
+    FRAGMENTATION,
+    NCCL_BYTES,
+    Peak,
+    PeakLine,
+    PlanRequest,
+    PlanRow,
+    TraceReply,
+    candidates,
+    changes_of,
+    needs_changes,
+    plan_of,
+    rows_of,
+    traces_of,
+)
+from octet.api_schemas.planned_states import states_of
+from octet.api_schemas.resources import PoolConfig
+
+ORDER = ("no", "unknown", "tight", "yes")
+
+
+def job(level: str = "O2", workers: int = 1, **parts: Any) -> JobSpec:
+    document = {
+        "name": "plan",
+        "model": {"preset": "gpt-125m"},
+        "precision": {"level": level},
+        "data": {"source": "tokens", "path": "/data"},
+        "training": {"steps": 1, "global_batch_size": 8 * workers, "sequence_length": 1024},
+        "resources": {"pool": "gpu", "workers": workers},
+    }
+    return JobSpec.model_validate(document | parts)
+
+
+def pool(memory: int | None, capability: tuple[int, int] | None = None) -> PoolConfig:
+    return PoolConfig(
+        name="gpu", node_label=("pool", "gpu"), slots=8, memory_per_device_bytes=memory, min_compute_capability=capability
+    )
+
+
+def peak_of(spec: JobSpec, activations: int) -> Peak:
+    held = states_of(spec, spec.model.sizes).held
+    before = sum(held.values()) - held["gradients"]
+    line = PeakLine(base=before, growth=activations)
+    return Peak(bytes=before + activations, before=before, held=held, by_micro_batch=(line,))
+
+
+def rows(spec: JobSpec, memory: int | None, activations: int | None = None, **options: Any) -> list[PlanRow]:
+    found = candidates(PlanRequest(job=spec, **options), pool(memory))
+    replies = [TraceReply(id=each.id, peak=activations and peak_of(each.job, activations)) for each in traces_of(found)]
+    return rows_of(found, [pool(memory)], replies)
+
+
+def test_every_level_has_a_row_and_the_jobs_own_is_traced() -> None:
+    found = candidates(PlanRequest(job=job()))
+    assert [each.level for each in found] == list(LEVELS)
+    assert [request.job.precision.level for request in traces_of(found)] == ["O2"]
+    some = candidates(PlanRequest(job=job(), levels=("O3", "te")))
+    assert [request.job.precision.level for request in traces_of(some)] == ["O3", "te"]
+
+
+def test_a_level_that_a_job_or_a_pool_cannot_have_says_why() -> None:
+    spec = job(workers=2, parallelism={"tensor": 2})
+    by_level = {row.level: row for row in rows(spec, None)}
+    assert "parallelism.tensor" in (by_level["fp16-amp"].reason or "")
+    assert by_level["fp16-amp"].states is None
+    old = {each.level: each.reason for each in candidates(PlanRequest(job=job()), pool(None, (8, 0)))}
+    assert "no FP8 units" in (old["O3"] or "")
+    assert old["bf16-amp"] is None
+
+
+def test_a_peak_has_bounds_and_a_largest_micro_batch() -> None:
+    spec, activations = job(), 4_000_000_000
+    (row,) = [each for each in rows(spec, 24_000_000_000, activations) if each.level == "O2"]
+    assert row.lower_bytes == row.peak_bytes
+    assert row.upper_bytes is not None
+    assert row.peak_bytes is not None
+    assert row.upper_bytes > row.peak_bytes * FRAGMENTATION
+    assert row.step_bytes == activations
+    assert row.states_agree is True
+    (fit,) = row.fits
+    assert fit.verdict == "yes"
+    assert fit.largest_micro_batch is not None
+    before = row.peak_bytes - activations
+    assert 8 <= fit.largest_micro_batch < (24_000_000_000 - before) / (activations / 8)
+    (on_two,) = [each for each in rows(job(workers=2), 24_000_000_000, activations) if each.level == "O2"]
+    assert on_two.upper_bytes == row.upper_bytes + NCCL_BYTES
+
+
+def test_states_that_differ_from_the_trace_are_marked() -> None:
+    spec = job()
+    peak = peak_of(spec, 1)
+    wrong = peak.model_copy(update={"held": peak.held | {"weights": peak.held["weights"] * 2}})
+    found = candidates(PlanRequest(job=spec, levels=("O2",)))
+    (row,) = rows_of(found, [], [TraceReply(id="0", peak=wrong)])
+    assert row.states_agree is False
+
+
+def test_changes_are_asked_for_only_if_the_job_may_not_fit_and_those_that_fit_are_shown() -> None:
+    spec = job("bf16-amp", 2)
+    assert not needs_changes(spec, rows(spec, None, 10**9))
+    assert not needs_changes(spec, rows(spec, 80 * 10**9, 10**9))
+    short = rows(spec, 2 * 10**9, 10**9)
+    assert needs_changes(spec, short)
+    changes = changes_of(spec)
+    assert [each.change for each in changes[:3]] == [
+        "training.fused_loss True",
+        "parallelism.zero_stage 1",
+        "precision.level O2-8bit",
+    ]
+    replies = [
+        TraceReply(id=each.id, peak=peak_of(each.job, 10**8 if index == 1 else 10**12))
+        for index, each in enumerate(traces_of(changes))
+    ]
+    plan = plan_of(spec, short, rows_of(changes, [pool(8 * 10**9)], replies))
+    assert [row.change for row in plan.changes] == ["parallelism.zero_stage 1"]
+
+
+@given(
+    memories=st.tuples(st.integers(10**6, 10**12), st.integers(10**6, 10**12)),
+    activations=st.one_of(st.none(), st.integers(1, 10**11)),
+    workers=st.integers(1, 8),
+)
+def test_more_memory_never_fits_fewer(memories: tuple[int, int], activations: int | None, workers: int) -> None:
+    spec = job(workers=workers)
+    less, more = (rows(spec, memory, activations, levels=("O2",))[0].fits[0] for memory in sorted(memories))
+    assert ORDER.index(less.verdict) <= ORDER.index(more.verdict)
+    assert less.free_bytes <= more.free_bytes
+    assert (less.largest_micro_batch or 0) <= (more.largest_micro_batch or 0)
+
+
+def test_a_model_that_only_a_rank_knows_has_rows_with_the_reason() -> None:
+    spec = job(model={"family": "huggingface", "architecture": "llama", "config": {"vocab_size": 512}})
+    assert all("family huggingface" in (row.reason or "") for row in rows(spec, 10**9, levels=("O2",)))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_changes_are_jobs_of_their_own(workers: int) -> None:
+    for change in changes_of(job(workers=workers)):
+        assert change.spec is not None
+        assert change.spec != job(workers=workers)

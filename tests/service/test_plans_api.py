@@ -1,0 +1,82 @@
+"""`POST /v1/plans`: rows of levels, refusals, and a planner's process that traces, is off, or is killed."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from octet.api_schemas import JobSpec, PoolConfig
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.plan import Plan, PlanRequest
+from octet.service.jobs.planning import Planner
+from octet.service.settings import Settings
+
+Document = dict[str, Any]
+MEMORY = 80 * 10**9
+PIPELINE: Document = {"parallelism": {"pipeline": 2}, "resources": {"workers": 2}}
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    pool = PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=2, memory_per_device_bytes=MEMORY)
+    return Settings(data_dir=tmp_path / "data", pools=(pool,), planner=False)
+
+
+def test_a_plan_lists_every_level_with_its_states(client: TestClient, spec_document: Document) -> None:
+    response = client.post("/v1/plans", json={"job": spec_document})
+    assert response.status_code == 200, response.text
+    plan = Plan.model_validate_json(response.content)
+    assert [row.level for row in plan.rows] == list(LEVELS)
+    assert all(row.states and row.peak_bytes is None for row in plan.rows)
+    own = next(row for row in plan.rows if row.level == JobSpec.model_validate(spec_document).precision.level)
+    assert "planner is off" in (own.reason or "")
+    assert [(fit.pool, fit.verdict) for fit in own.fits] == [("cpu", "unknown")]
+
+
+def test_a_plan_of_a_wrong_job_is_refused_by_its_field(client: TestClient, spec_document: Document) -> None:
+    for job, levels, field in (
+        (spec_document | {"modle": {}}, [], "job.modle"),
+        (spec_document | {"resources": {"pool": "mars"}}, [], "resources.pool"),
+        (spec_document, ["O9"], "levels.0"),
+    ):
+        answer = client.post("/v1/plans", json={"job": job, "levels": levels})
+        assert answer.status_code == 422
+        assert answer.json()["errors"][0]["field"] == field
+
+
+def test_validate_says_what_a_rank_would_hold(client: TestClient, spec_document: Document) -> None:
+    states = client.post("/v1/jobs/validate", json=spec_document).json()["states"]
+    plan = client.post("/v1/plans", json={"job": spec_document}).json()
+    own = JobSpec.model_validate(spec_document).precision.level
+    assert states == next(row["states"] for row in plan["rows"] if row["level"] == own)
+    assert states["weights"] > 0
+
+
+@pytest.mark.slow
+def test_a_process_traces_peaks_and_is_started_again_after_it_was_killed(settings: Settings, spec_document: Document) -> None:
+    job = JobSpec.model_validate(spec_document | {"precision": {"level": "O2"}})
+    other = JobSpec.model_validate(spec_document | {"precision": {"level": "O3"}})
+
+    async def plans() -> tuple[Plan, Plan, Plan]:
+        planner = Planner(settings.model_copy(update={"planner": True}))
+        try:
+            first = await planner.plan(PlanRequest(job=job, levels=("O2",)))
+            lost = asyncio.create_task(planner.plan(PlanRequest(job=other, levels=("O3",))))
+            while not planner._waiting:
+                await asyncio.sleep(0.001)
+            assert planner._process is not None
+            planner._process.kill()
+            return first, await lost, await planner.plan(PlanRequest(job=job, levels=("O2", "te")))
+        finally:
+            await planner.close()
+
+    first, lost, again = asyncio.run(plans())
+    (row,) = first.rows
+    assert row.peak_bytes is not None, row.reason
+    assert row.peak_bytes > sum((row.states or {}).values()) / 2
+    assert row.states_agree is True
+    assert row.fits[0].verdict == "yes"
+    assert "ended with status" in (lost.rows[0].reason or "")
+    assert {each.level: each.peak_bytes is not None for each in again.rows} == {"O2": True, "te": True}

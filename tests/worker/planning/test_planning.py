@@ -1,0 +1,115 @@
+"""The planner: extrapolated moments are those of all blocks, traces hold what the closed form says, its process answers."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octet.api_schemas.plan import TraceReply, TraceRequest
+from octet.worker.planning.moments import extrapolate
+from octet.worker.planning.trace import Moment, Trace
+from tests.kit.waiting import LONG_S
+from tests.worker.planning.traced import CASES, GPT, LLAMA, spec_of
+
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+def run(*command: str, lines: str = "") -> str:
+    """Run a Python module whose Triton kernels are not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        input=lines,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@cache
+def traced(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("tests.worker.planning.traced", name))
+    return found
+
+
+ALWAYS = ("llama O3-split", "saving", "ZeRO 1")
+NAMES = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.matrix) for name in CASES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_extrapolated_moments_are_those_of_all_blocks(name: str) -> None:
+    found = traced(name)
+    assert found["peak"] == pytest.approx(found["whole_peak"], rel=0.001)
+    assert found["before"][0] == pytest.approx(found["before"][1], rel=0.001)
+    assert found["peak"] > found["before"][0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trace_holds_what_the_closed_form_says(name: str) -> None:
+    """`other` has the optimizer's counters on a GPU, 8 bytes for each parameter."""
+    found = traced(name)
+    for kind, num_bytes in found["planned"].items():
+        assert found["held"][kind] == pytest.approx(found["whole_held"][kind], rel=0.001), kind
+        if kind != "other":
+            assert found["held"][kind] == pytest.approx(num_bytes, rel=0.005), kind
+    assert 0 <= found["held"]["other"] - found["planned"]["other"] < 1024
+
+
+@pytest.mark.slow
+def test_lines_give_the_peak_of_wider_micro_batches() -> None:
+    found = traced("wider")
+    assert found["peak"] == pytest.approx(found["whole_peak"], rel=0.002)
+
+
+def test_a_peak_that_moves_is_found() -> None:
+    """With few blocks the head holds the peak, with many the first block's backward pass: a line through the peaks is low."""
+
+    def planted(num_blocks: int) -> Trace:
+        forward = [Moment("block", 10 * number) for number in range(1, num_blocks + 1)] + [
+            Moment("head", 10 * num_blocks + 100)
+        ]
+        backward = [Moment("head", 10 * num_blocks + 100)]
+        backward += [Moment("block", 40 * number + 20) for number in range(num_blocks, 0, -1)]
+        return Trace([forward, backward], num_blocks, {"weights": num_blocks})
+
+    found = extrapolate([[planted(2), planted(3)]], (2, 3), 20)
+    peaks = [max(moment.num_bytes for phase in planted(number).phases for moment in phase) for number in (2, 3, 20)]
+    assert max(first for first, _ in found.moments) == peaks[2] == 820
+    assert peaks[0] + 18 * (peaks[1] - peaks[0]) < peaks[2]
+    assert (found.before, found.held) == (20, {"weights": 20})
+
+
+@pytest.mark.slow
+def test_the_process_answers_a_line_for_each_request() -> None:
+    jobs = {
+        "traced": spec_of(LLAMA),
+        "torchao": spec_of(level="ao"),
+        "stages": spec_of(workers=2, parallelism={"pipeline": 2}, training={"micro_batch_size": 1}),
+        "large": spec_of(GPT | {"num_layers": 96}),
+    }
+    lines = [TraceRequest(id=name, job=job).model_dump_json() for name, job in jobs.items()]
+    replies = [
+        TraceReply.model_validate_json(line)
+        for line in run("octet.worker.planning", lines="\n".join(lines) + "\n").splitlines()
+    ]
+    found = {reply.id: reply for reply in replies}
+    assert found.keys() == jobs.keys()
+    assert "torchao" in (found["torchao"].reason or "")
+    assert "pipeline" in (found["stages"].reason or "")
+    assert found["traced"].peak is not None
+    assert found["large"].peak is not None
+    assert found["large"].peak.bytes > found["large"].peak.before > 0
+    most = found["traced"].peak.bytes
+    assert found["traced"].peak.largest_micro_batch(2, 4 * most) >= 2

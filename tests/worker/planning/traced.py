@@ -1,0 +1,71 @@
+"""Trace steps and print what was found, as a process of its own: the fake device stays registered."""
+
+import json
+import sys
+from typing import Any
+
+from octet.api_schemas import JobSpec
+from octet.api_schemas.planned_states import states_of
+from octet.worker.planning.moments import counts, depth_of, extrapolate, peak_of
+from octet.worker.planning.trace import trace
+
+NUM_BLOCKS = 6
+GPT = {"hidden_size": 2048, "num_layers": NUM_BLOCKS, "num_heads": 4, "vocab_size": 512, "max_sequence_length": 64}
+LLAMA = GPT | {"family": "llama", "num_key_value_heads": 2, "intermediate_size": 5632}
+SAVING = {"fused_loss": True, "saved_activations": "fp8", "gradient_release": True, "gradient_clip": None}
+ALL_FP8 = {"auto_filter": False}
+CASES: dict[str, dict[str, Any]] = {
+    **{f"gpt {level}": {"level": level} for level in ("fp32", "fp16-amp", "bf16-amp", "O1", "O2", "O3-split-8bit")},
+    **{f"llama {level}": {"model": LLAMA, "level": level} for level in ("te", "O2-8bit", "O3", "O3-split")},
+    "accumulation": {"training": {"micro_batch_size": 1, "global_batch_size": 8}},
+    "checkpointing": {"model": LLAMA, "training": {"activation_checkpointing": "full"}},
+    "saving": {"model": LLAMA, "training": SAVING},
+    "ZeRO 1": {"level": "O3", "workers": 4, "parallelism": {"zero_stage": 1}},
+    "ZeRO 2": {"workers": 4, "parallelism": {"zero_stage": 2}},
+    "ZeRO 3": {"model": LLAMA, "workers": 4, "parallelism": {"zero_stage": 3}},
+    "tensor": {"model": LLAMA, "workers": 2, "parallelism": {"tensor": 2, "sequence": True}},
+}
+
+
+def spec_of(model: Any = GPT, level: str = "O2", workers: int = 1, training: Any = None, parallelism: Any = None) -> JobSpec:
+    filters = ALL_FP8 if level[0] == "O" or level == "te" else {}
+    defaults = {"steps": 1, "global_batch_size": 2 * workers, "sequence_length": 64, "compile": "off"}
+    document = {
+        "name": "trace",
+        "model": model,
+        "precision": {"level": level, **filters},
+        "data": {"source": "tokens", "path": "/data"},
+        "training": defaults | (training or {}),
+        "parallelism": parallelism or {},
+        "resources": {"workers": workers},
+    }
+    return JobSpec.model_validate(document)
+
+
+def found(spec: JobSpec) -> dict[str, Any]:
+    """Return the peak and the states, extrapolated and with all blocks, and the states in closed form."""
+    blocks, (few, _) = counts(spec)
+    moments = extrapolate([[trace(spec, number, few) for number in blocks]], blocks, depth_of(spec))
+    whole = trace(spec, NUM_BLOCKS, few)
+    return {
+        "peak": max(first for first, _ in moments.moments),
+        "whole_peak": max(moment.num_bytes for phase in whole.phases for moment in phase),
+        "before": (moments.before, whole.num_bytes_before),
+        "held": moments.held,
+        "whole_held": whole.held,
+        "planned": states_of(spec, spec.model.sizes).held,
+    }
+
+
+def wider() -> dict[str, Any]:
+    """Return the peak at four times the micro-batch, by its lines and by tracing it."""
+    spec = spec_of(LLAMA)
+    peak = peak_of(spec)
+    by_lines = max(line.base + 4 * line.growth for line in peak.by_micro_batch)
+    moments = [moment for phase in trace(spec, NUM_BLOCKS, 8).phases for moment in phase]
+    return {"peak": by_lines, "whole_peak": max(moment.num_bytes for moment in moments)}
+
+
+if __name__ == "__main__":
+    name = sys.argv[1]
+    sys.stdout.write(json.dumps(wider() if name == "wider" else found(spec_of(**CASES[name]))))

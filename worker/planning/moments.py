@@ -1,0 +1,85 @@
+"""Extrapolate a step's peak from two numbers of blocks and of sequences to any, through every moment and not the peaks.
+
+The peak moves to another moment as blocks are added, so a line through two peaks is too low, by up to 18 %. Moments of the
+traces are aligned op by op inside a phase, from its beginning and from its end: what happens in the first blocks and in the
+last. Within the blocks between, bytes grow or shrink from block to block, so no moment there is above both ends. The line
+through each phase's peaks counts too: the peak is convex in the number of blocks, so its line is never too high.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from octet.api_schemas import JobSpec
+from octet.api_schemas.plan import Peak, PeakLine
+from octet.worker.planning.trace import Moment, Trace, check, trace
+
+NEGLIGIBLE = 1.001
+
+
+class Moments(NamedTuple):
+    """A step of one depth. moments: bytes of each at two numbers of sequences. states: alive before the step.
+
+    held: the bytes by class that a job reports at its update.
+    """
+
+    moments: set[tuple[int, int]]
+    before: int
+    held: dict[str, int]
+
+
+def peak_of(spec: JobSpec) -> Peak:
+    """Return the peak of a job's step on its first rank. Raises NotTraced."""
+    check(spec)
+    blocks, sequences = counts(spec)
+    traces = [[trace(spec, num_blocks, num_sequences) for num_blocks in blocks] for num_sequences in sequences]
+    found = extrapolate(traces, blocks, depth_of(spec))
+    peak = max(first for first, _ in found.moments)
+    lines = _largest({(2 * first - second, second - first) for first, second in found.moments})
+    by_micro_batch = tuple(PeakLine(base=base, growth=growth) for base, growth in lines)
+    return Peak(bytes=peak, before=found.before, held=found.held, by_micro_batch=by_micro_batch)
+
+
+def depth_of(spec: JobSpec) -> int:
+    """Return the number of blocks of the job's model."""
+    sizes: Any = spec.model.sizes  # of the families that are traced
+    return int(sizes.num_layers)
+
+
+def counts(spec: JobSpec) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the numbers of blocks, and of sequences, that are traced. At ZeRO 3 the first blocks differ from the rest."""
+    size = spec.batch.micro_batch_size
+    return ((3, 4) if spec.parallelism.zero_stage == 3 else (2, 3)), (size, 2 * size)
+
+
+def extrapolate(traces: Sequence[Sequence[Trace]], blocks: tuple[int, int], depth: int) -> Moments:
+    """Return the step at a depth. traces: by number of sequences, then by number of blocks."""
+
+    def at_depth(fewer: int, more: int) -> int:
+        return fewer + (more - fewer) * (depth - blocks[0]) // (blocks[1] - blocks[0])
+
+    moments: set[tuple[int, int]] = set()
+    for phases in zip(*(each.phases for by_blocks in traces for each in by_blocks), strict=True):
+        for fewer, more, *wider in _aligned(phases):
+            first = at_depth(fewer, more)
+            moments.add((first, at_depth(*wider) if wider else first))
+    (fewest, most), *_ = traces
+    held = {kind: at_depth(num_bytes, most.held[kind]) for kind, num_bytes in fewest.held.items()}
+    return Moments(moments, at_depth(fewest.num_bytes_before, most.num_bytes_before), held)
+
+
+def _aligned(phases: Sequence[Sequence[Moment]]) -> Iterator[list[int]]:
+    """Yield the bytes of all traces at their peaks, and at the same ops counted from the phase's beginning and its end."""
+    yield [max(moment.num_bytes for moment in phase) for phase in phases]
+    for moments in (zip(*phases, strict=False), zip(*map(reversed, phases), strict=False)):
+        for same in takewhile(lambda each: len({moment.op for moment in each}) == 1, moments):
+            yield [moment.num_bytes for moment in same]
+
+
+def _largest(lines: set[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the lines, as (bytes at 0, growth), that no steeper line is at or above everywhere, give or take 0.1 %."""
+    kept: list[tuple[int, int]] = []
+    for base, growth in sorted(lines, key=lambda line: (-line[1], -line[0])):
+        if not kept or base > kept[-1][0] * NEGLIGIBLE:
+            kept.append((base, growth))
+    return kept

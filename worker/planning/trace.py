@@ -1,0 +1,167 @@
+"""Trace a job's training step on a fake GPU: the bytes alive after every op, with few of its blocks.
+
+What runs is the runtime's own conversion, options, parallelism and step, eager. One step is enough: what a step allocates and
+keeps is counted from its start, so its first curve is that of the second.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from octet.api_schemas import JobSpec
+from octet.worker.fp8 import weights
+from octet.worker.mesh import Axes
+from octet.worker.metrics.memory import memory_report
+from octet.worker.models import TrainedModel, build_model
+from octet.worker.models.meta import parameters_on_meta
+from octet.worker.optim import build_optimizer
+from octet.worker.optim.schedule import parameter_groups
+from octet.worker.parallel import Parallel, on_mesh, tensor
+from octet.worker.planning.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
+from octet.worker.planning.fake_gpu import device as register
+from octet.worker.planning.live_bytes import LiveBytes
+from octet.worker.prepare.initialize import prepare
+from octet.worker.prepare.memory_options import prepare_steps
+
+TRACED_FAMILIES = ("gpt", "llama")
+MOST_PASSES = 2
+"""Micro-batches that are traced: every pass after the first finds the gradients of those before it."""
+WHOLE = 1 << 62
+
+
+class NotTraced(ValueError):
+    """A job whose step cannot run on fake tensors, with the reason."""
+
+
+class Moment(NamedTuple):
+    """The bytes alive after an op of the step."""
+
+    op: str
+    num_bytes: int
+
+
+class Trace(NamedTuple):
+    """One rank's step. phases: each pass forward and backward, then the update.
+
+    num_bytes_before: alive before the step. held: by class, as a job reports them.
+    """
+
+    phases: list[list[Moment]]
+    num_bytes_before: int
+    held: dict[str, int]
+
+
+def check(spec: JobSpec) -> None:
+    """Raise NotTraced, with the reason, for a job whose step does not run on a fake GPU."""
+    if spec.model.family not in TRACED_FAMILIES:
+        raise NotTraced(f"steps of family {spec.model.family} are not traced; those of {', '.join(TRACED_FAMILIES)} are")
+    if spec.precision.storage.engine != "octet":
+        raise NotTraced(f"level {spec.precision.level} runs {spec.precision.storage.engine}'s layers, not traced yet")
+    for axis in ("pipeline", "context"):
+        if getattr(spec.parallelism, axis) > 1:
+            raise NotTraced(f"steps with parallelism.{axis} are not traced yet")
+
+
+def trace(spec: JobSpec, num_blocks: int, num_sequences: int) -> Trace:
+    """Trace the step of a job's first rank with so many blocks, and sequences in a forward pass. Raises NotTraced."""
+    check(spec)
+    # Collectives in hooks abort on autograd's own threads.
+    on_one_thread = torch.autograd.set_multithreading_enabled(False)
+    with first_of(spec.resources.workers), fake_gpu() as device, with_fake_values(), on_one_thread:
+        live = _Curve(see_within=see_within, device_type=DEVICE_TYPE)
+        with live:
+            model, optimizer, parallel = _build(spec, num_blocks, device)
+            return _step(spec, num_sequences, model, optimizer, parallel, live)
+
+
+class _Curve(LiveBytes):
+    """Also records what is alive after each op."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.phases: list[list[Moment]] = []
+
+    def begin(self) -> None:
+        """Begin a phase of the step."""
+        self.phases.append([])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented and self.phases:
+            self.phases[-1].append(Moment(str(func), self.num_bytes))
+        return result
+
+
+def _build(spec: JobSpec, num_blocks: int, device: torch.device) -> tuple[TrainedModel, Any, Parallel]:
+    """Build and convert the model as a job does, with parameters that have no values."""
+    training, sizes = spec.training, spec.model.sizes.model_copy(update={"num_layers": num_blocks})
+    fields = {name: value for name, value in sizes if name in type(spec.model).model_fields}
+    named = type(spec.model).model_validate({"family": spec.model.family, **fields})
+    with parameters_on_meta():
+        model: Any = build_model(named, training.seed)
+    is_tied = model.head.weight is model.token_embedding.weight
+    model.to_empty(device=device)
+    if is_tied:
+        model.head.weight = model.token_embedding.weight
+    optimizer = build_optimizer(parameter_groups(model, training.optimizer), training.optimizer, training.gradient_clip)
+    precision = spec.resolved_precision.model_copy(update={"statistics_every": 0})
+    tokens = spec.batch.micro_batch_size * spec.tokens_per_sample
+    prepared = prepare(model, optimizer, precision, seed=training.seed, tokens=tokens)
+    assert prepared.optimizer is not None
+    eager = training.model_copy(update={"compile": "off"})
+    prepare_steps(prepared.model, prepared.optimizer, eager, device)
+    mesh = Axes.of_layout(spec.layout, 0, device)
+    return model, prepared.optimizer, on_mesh(prepared.model, prepared.optimizer, mesh, spec.parallelism)
+
+
+def _step(spec: JobSpec, num_sequences: int, model: TrainedModel, optimizer: Any, parallel: Parallel, live: _Curve) -> Trace:
+    """Take one step. Returns its curve."""
+    num_passes, device = min(spec.batch.num_micro_batches, MOST_PASSES), parallel.replicas.device
+    shape = (num_sequences, spec.training.sequence_length + 1)
+    before = live.num_bytes
+    for index in range(num_passes):
+        live.begin()
+        tokens_BT = torch.randint(0, 2, shape, device=device)
+        with parallel.no_sync(index < num_passes - 1):
+            loss = model.loss({"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}).loss / num_passes
+            live.begin()
+            loss.backward()
+    live.begin()
+    parallel.synchronize()
+    if spec.training.gradient_clip is not None:
+        parallel.clip_grad_norm_(spec.training.gradient_clip)
+    optimizer.step()
+    parallel.publish()
+    return Trace(live.phases, before, memory_report(model, optimizer))
+
+
+@contextmanager
+def with_fake_values() -> Iterator[None]:
+    """Leave out what reads values, or spares memory that fake tensors do not take."""
+    with ExitStack() as stack:
+        for owner, name, replacement in (
+            (weights, "PIECE_ELEMENTS", WHOLE),  # else each weight is encoded in hundreds of pieces
+            (tensor, "check_unused", lambda _optimizer: None),  # it reads the number of steps taken
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
+@contextmanager
+def first_of(num_ranks: int) -> Iterator[None]:
+    """Make a process group in which only the first rank exists, for tensors on the fake device too."""
+    if num_ranks == 1:
+        yield
+        return
+    register()  # the backend is for its type
+    backend = f"cpu:fake,{DEVICE_TYPE}:fake"
+    dist.init_process_group(backend, rank=0, world_size=num_ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
