@@ -146,23 +146,8 @@ class ValidatedJob(Contract):
     )
     tokens_per_step: int
     states: dict[str, int] | None = Field(
-        default=None, description="bytes of the rank that holds most, by class, from a server; null if only a rank knows them"
+        default=None, description="bytes of the rank that holds most, by class; null if only a rank knows them"
     )
-
-    @classmethod
-    def of(cls, spec: JobSpec) -> Self:
-        """Resolve a spec. It is not checked against a server's pools, nor its data."""
-        sizes = spec.model.sizes
-        return cls(
-            spec=spec,
-            sizes=sizes,
-            num_parameters=sizes.num_parameters,
-            recipe=spec.precision.resolved_recipe,
-            num_block_weights=sizes.num_block_weights,
-            micro_batch_size=spec.batch.micro_batch_size,
-            gradient_accumulation="fp8" if spec.resolved_precision.holds_fp8_gradients else "fp32",
-            tokens_per_step=spec.training.global_batch_size * spec.tokens_per_sample,
-        )
 
 
 class QueuePlace(Contract):

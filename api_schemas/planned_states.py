@@ -15,7 +15,7 @@ from typing import NamedTuple
 from octet.api_schemas.bucket_layout import MAX_ELEMENTS, BucketLayout, fill_buckets
 from octet.api_schemas.conversion import MIN_FEATURES, names_at_the_ends, why_not_wanted
 from octet.api_schemas.formats import GRADIENT_FORMATS, MASTER_WEIGHT_FORMATS, WEIGHT_FORMATS, state_formats
-from octet.api_schemas.job import JobSpec
+from octet.api_schemas.job import JobSpec, ValidatedJob
 from octet.api_schemas.levels import Level
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.shapes import ParameterShape
@@ -67,6 +67,26 @@ def states_of(spec: JobSpec, sizes: FamilySizes) -> States:
     """Return the states of the rank that holds most. sizes: with what the model's files say. Raises NotPlanned."""
     ranks = (states_of_rank(spec, sizes, rank) for rank in range(spec.layout.pipeline))
     return max(ranks, key=lambda states: sum(states.held.values()))
+
+
+def validated(spec: JobSpec) -> ValidatedJob:
+    """Resolve a spec, with the bytes that a rank would hold. It is not checked against a server's pools, nor its data."""
+    sizes = spec.model.sizes
+    try:
+        states = states_of(spec, sizes).held
+    except NotPlanned:
+        states = None
+    return ValidatedJob(
+        spec=spec,
+        sizes=sizes,
+        num_parameters=sizes.num_parameters,
+        recipe=spec.precision.resolved_recipe,
+        num_block_weights=sizes.num_block_weights,
+        micro_batch_size=spec.batch.micro_batch_size,
+        gradient_accumulation="fp8" if spec.resolved_precision.holds_fp8_gradients else "fp32",
+        tokens_per_step=spec.training.global_batch_size * spec.tokens_per_sample,
+        states=states,
+    )
 
 
 def states_of_rank(spec: JobSpec, sizes: FamilySizes, pipeline_rank: int = 0) -> States:

@@ -44,6 +44,7 @@ from octet.api_schemas.curve import Curve
 from octet.api_schemas.levels import LEVELS, Level
 from octet.api_schemas.measured import Measurements
 from octet.api_schemas.plan import Plan
+from octet.api_schemas.planned_states import validated
 from octet.api_schemas.rows import RowPage
 from octet.client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message
 from octet.client.errors import AmbiguousJob, ApiError, DownloadFailed, SpecRefused, WaitTimeout
@@ -250,7 +251,7 @@ class Client:
     def check(spec: JobSpec | Mapping[str, Any]) -> ValidatedJob:
         """Check a spec without a server, as `validate` does but for its pools and data. Raises SpecRefused."""
         try:
-            return ValidatedJob.of(spec if isinstance(spec, JobSpec) else JobSpec.model_validate(dict(spec)))
+            return validated(spec if isinstance(spec, JobSpec) else JobSpec.model_validate(dict(spec)))
         except ValidationError as error:
             raise SpecRefused("the spec", explain(error, JobSpec)) from error
 

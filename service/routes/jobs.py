@@ -11,7 +11,7 @@ from pydantic import StringConstraints
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import Job, JobSpec, JobState, Page, ValidatedJob, Violation
-from octet.api_schemas.planned_states import NotPlanned, states_of
+from octet.api_schemas.planned_states import validated
 from octet.service import store
 from octet.service.db.tables import JobRow
 from octet.service.deps import (
@@ -72,14 +72,7 @@ async def validate(http_request: HttpRequest, context: AppContextDep) -> Validat
     """Check a job as a submission does, without submitting it. The answer says what it would run as, and hold."""
     spec = await read_json(http_request, JobSpec)
     await context.admission.check(spec)
-    return ValidatedJob.of(spec).model_copy(update={"states": await run_sync(_states, spec)})
-
-
-def _states(spec: JobSpec) -> dict[str, int] | None:
-    try:
-        return states_of(spec, spec.model.sizes).held
-    except NotPlanned:
-        return None
+    return await run_sync(validated, spec)
 
 
 @router.get("", response_model=Page[Job], operation_id="list_jobs", responses=answers(422))

@@ -102,6 +102,21 @@ def test_validate(octet: Callable[..., Result], job_file: str) -> None:
     assert octet("validate", job_file, "--offline", "--url", "http://127.0.0.1:9").stdout == shown.stdout
 
 
+@pytest.mark.system
+def test_plan(octet: Callable[..., Result], job_file: str) -> None:
+    shown = octet("plan", job_file, "--levels", "fp32,O2")
+    assert shown.exit_code == 0
+    assert [line.split()[0] for line in shown.stdout.splitlines()[:3]] == ["LEVEL", "fp32", "O2"]
+    by_server = json.loads(octet("plan", job_file, "--levels", "fp32,O2", "--json").stdout)
+    here = json.loads(
+        octet("plan", job_file, "--levels", "fp32,O2", "--offline", "--json", "--url", "http://127.0.0.1:9").stdout
+    )
+    for one, other in zip(by_server["rows"], here["rows"], strict=True):
+        assert one["states"] == other["states"]
+        assert one["peak_bytes"] == other["peak_bytes"] > one["plain_bytes"]
+    assert octet("plan", job_file, "--levels", "O9").exit_code == 2
+
+
 def test_a_watched_job_that_succeeds_exits_0(
     app: OctetApp, octet: Callable[..., Result], job_file: str, make_summary: MakeSummary
 ) -> None:

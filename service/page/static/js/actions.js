@@ -23,7 +23,10 @@ export function actions(job) {
   ];
 }
 
-/** Build a button that needs no confirmation, because it can be taken back. @param {Job} job @param {string} name @param {string} label */
+/**
+ * Build a button that needs no confirmation, because it can be taken back.
+ * @param {Job} job @param {string} name @param {string} label
+ */
 function command(job, name, label) {
   const button = h(
     "button",
