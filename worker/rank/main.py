@@ -207,7 +207,8 @@ def main(arguments: list[str] | None = None) -> int:
     if spec is None:
         return 2
     checkpoints = _found(options.job_dir) if options.resume else ()
-    outcome = _train(spec, env, Run(LogReporter(), Metrics(), options.job_dir, checkpoints))
+    reporter = LogReporter(options.job_dir / "checkpoints", spec.training.keep)
+    outcome = _train(spec, env, Run(reporter, Metrics(), options.job_dir, checkpoints))
     logger.info("%s", outcome.message)
     if outcome.succeeded and env.reports:
         assert outcome.finished is not None

@@ -10,6 +10,7 @@ loaded torch.
 import logging
 import math
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Protocol, Self
 
 from octet.api_schemas import (
     MAX_REPORTS_PER_BATCH,
+    CheckpointReport,
     DesiredState,
     EvaluationReport,
     LaunchOrder,
@@ -31,6 +33,7 @@ from octet.api_schemas import (
     ReportReply,
     StepReport,
 )
+from octet.api_schemas.training import KeepSpec
 from octet.worker.common.errors import Cancelled, Fenced, LeaseLost, Stopped
 from octet.worker.reporting.connection import FAILURES, Connection, Post
 from octet.worker.reporting.spool import Spool
@@ -72,9 +75,23 @@ def order_to_stop(reporter: Reporter) -> Stopped | None:
 
 
 class LogReporter:
-    """The reporter of a run without a control plane. It logs reports, and nobody can stop the run."""
+    """The reporter of a run without a control plane. It logs reports, and nobody can stop the run.
+
+    It also deletes the checkpoints of this run that `keep` does not name, as the control plane does for jobs; those of
+    earlier runs, whose evaluations it does not know, stay. folder: of the checkpoints.
+    """
+
+    def __init__(self, folder: Path | None = None, keep: KeepSpec | None = None) -> None:
+        self._folder, self._keep = folder, keep
+        self._names: dict[int, str] = {}
+        self._losses: dict[int, float] = {}
 
     def send(self, body: ReportBody, at: datetime | None = None) -> None:
+        if isinstance(body, EvaluationReport) and body.loss is not None:
+            self._losses[body.step] = body.loss
+        elif isinstance(body, CheckpointReport):
+            self._names[body.step] = body.name
+            self._delete_surplus()
         if not isinstance(body, LogReport | MeasuredReport):
             fields = body if isinstance(body, StepReport) else body.model_dump(exclude_none=True).items()
             told = (f"{name}={value}" for name, value in fields if name != "kind" and value is not None)
@@ -82,6 +99,11 @@ class LogReporter:
 
     def check(self) -> None:
         return None
+
+    def _delete_surplus(self) -> None:
+        if self._folder is not None and self._keep is not None:
+            for step in self._keep.surplus(list(self._names), self._losses):
+                shutil.rmtree(self._folder / self._names.pop(step), ignore_errors=True)
 
 
 class StepLines:

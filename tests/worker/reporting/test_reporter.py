@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from octet.api_schemas import (
+    CheckpointReport,
     DesiredState,
+    EvaluationReport,
     EventReport,
     JobSpec,
     LaunchOrder,
@@ -18,10 +20,11 @@ from octet.api_schemas import (
     ReportReply,
     StepReport,
 )
+from octet.api_schemas.training import KeepSpec
 from octet.worker.common.errors import Cancelled, Fenced, LeaseLost
 from octet.worker.reporting import reporter as module
 from octet.worker.reporting.connection import Answer
-from octet.worker.reporting.reporter import HttpReporter
+from octet.worker.reporting.reporter import HttpReporter, LogReporter
 from tests.kit.waiting import LONG_S, wait_until
 
 
@@ -221,3 +224,15 @@ def test_the_end_waits_for_no_interval(
     send_steps(steady, 3)
     steady.__exit__(None, None, None)
     assert [report.seq for report in control_plane.reports] == [1, 2, 3]
+
+
+def test_a_run_without_a_service_keeps_the_checkpoints_that_its_job_names(tmp_path: Path) -> None:
+    """A checkpoint of an earlier run stays, whatever it was."""
+    reporter = LogReporter(tmp_path, KeepSpec(last=2, best=1))
+    (tmp_path / "step_0000000001").mkdir()
+    for step, loss in enumerate((3.0, 1.0, 2.0, 2.5, 2.6), start=2):
+        name = f"step_{step:010}"
+        (tmp_path / name).mkdir()
+        reporter.send(EvaluationReport(step=step, loss=loss, tokens=8))
+        reporter.send(CheckpointReport(step=step, name=name, num_bytes=1, sha256="0" * 64, loss=loss))
+    assert sorted(int(folder.name[5:]) for folder in tmp_path.iterdir()) == [1, 3, 5, 6]
