@@ -100,7 +100,7 @@ class PlanRow(Contract):
     peak_bytes: int | None = None
     step_bytes: int | None = Field(default=None, description="peak less what is alive between steps: activations, gradients, …")
     lower_bytes: int | None = Field(default=None, description="the peak, or the states where no peak is known")
-    upper_bytes: int | None = Field(default=None, description="the peak with the largest published overheads")
+    upper_bytes: int | None = Field(default=None, description="the peak with the largest published overheads of GPUs")
     states_agree: bool | None = Field(default=None, description="the trace holds what the closed form says")
     fits: tuple[Fit, ...] = ()
 
@@ -209,7 +209,6 @@ def _row(candidate: Candidate, pools: Sequence[PoolConfig], reply: TraceReply | 
     reason = "only states: name the level to trace its peak" if reply is None else reply.reason
     lower = sum(states.held.values()) if peak is None else max(peak.bytes, sum(states.held.values()))
     overhead = CONTEXT_BYTES + (NCCL_BYTES if spec.resources.workers > 1 else 0)
-    upper = None if peak is None else round(lower * FRAGMENTATION) + overhead
     found = {
         "reason": reason,
         "states": states.held,
@@ -219,10 +218,10 @@ def _row(candidate: Candidate, pools: Sequence[PoolConfig], reply: TraceReply | 
         "peak_bytes": None if peak is None else peak.bytes,
         "step_bytes": None if peak is None else peak.bytes - peak.before,
         "lower_bytes": lower,
-        "upper_bytes": upper,
+        "upper_bytes": None if peak is None else _upper(lower, overhead),
         "states_agree": None if peak is None else _agrees(states, peak),
         "fits": tuple(
-            _fit(pool.name, pool.memory_per_device_bytes, (lower, upper, overhead), peak, spec)
+            _fit(pool, lower, 0 if pool.accelerator == "cpu" else overhead, peak, spec)
             for pool in pools
             if pool.memory_per_device_bytes is not None
         ),
@@ -237,14 +236,20 @@ def _agrees(states: States, peak: Peak) -> bool:
     )
 
 
-def _fit(pool: str, memory: int, bounds: tuple[int, int | None, int], peak: Peak | None, spec: JobSpec) -> Fit:
-    lower, upper, overhead = bounds
-    verdict: Verdict = "no" if lower > memory else "unknown" if upper is None else "yes" if upper <= memory else "tight"
-    largest = None
+def _upper(lower: int, overhead: int) -> int:
+    return round(lower * FRAGMENTATION) + overhead
+
+
+def _fit(pool: PoolConfig, lower: int, overhead: int, peak: Peak | None, spec: JobSpec) -> Fit:
+    """Compare a job with a pool's devices. overhead: what their driver and its collectives take at most."""
+    memory, largest = pool.memory_per_device_bytes, None
+    assert memory is not None
+    verdict: Verdict = "no" if lower > memory else "unknown"
     if peak is not None:
+        verdict = verdict if verdict == "no" else "yes" if _upper(lower, overhead) <= memory else "tight"
         largest = peak.largest_micro_batch(spec.batch.micro_batch_size, int((memory - overhead) / FRAGMENTATION))
     return Fit(
-        pool=pool, memory_per_device_bytes=memory, verdict=verdict, free_bytes=memory - lower, largest_micro_batch=largest
+        pool=pool.name, memory_per_device_bytes=memory, verdict=verdict, free_bytes=memory - lower, largest_micro_batch=largest
     )
 
 

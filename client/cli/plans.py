@@ -73,7 +73,15 @@ def _planned_here(request: PlanRequest, memory_gb: float | None) -> Plan:
     if memory_gb is not None:
         memory = round(memory_gb * 1e9)
         pool = job.resources.pool
-        pools = [PoolConfig(name=pool, node_label=("pool", pool), slots=job.resources.workers, memory_per_device_bytes=memory)]
+        pools = [
+            PoolConfig(
+                name=pool,
+                node_label=("pool", pool),
+                slots=job.resources.workers,
+                accelerator="cuda",
+                memory_per_device_bytes=memory,
+            )
+        ]
     rows = _rows(candidates(request), pools)
     changes = _rows(changes_of(job), pools) if needs_changes(job, rows) else []
     return plan_of(job, rows, changes)

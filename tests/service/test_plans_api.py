@@ -10,8 +10,10 @@ from fastapi.testclient import TestClient
 from octet.api_schemas import JobSpec, PoolConfig
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.plan import Plan, PlanRequest
+from octet.service.jobs import planning
 from octet.service.jobs.planning import Planner
 from octet.service.settings import Settings
+from tests.kit.waiting import LONG_S
 
 Document = dict[str, Any]
 MEMORY = 80 * 10**9
@@ -55,7 +57,10 @@ def test_validate_says_what_a_rank_would_hold(client: TestClient, spec_document:
 
 
 @pytest.mark.slow
-def test_a_process_traces_peaks_and_is_started_again_after_it_was_killed(settings: Settings, spec_document: Document) -> None:
+def test_a_process_traces_peaks_and_is_started_again_after_it_was_killed(
+    settings: Settings, spec_document: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "DEADLINE_S", LONG_S)
     job = JobSpec.model_validate(spec_document | {"precision": {"level": "O2"}})
     other = JobSpec.model_validate(spec_document | {"precision": {"level": "O3"}})
 

@@ -19,7 +19,7 @@ from octet.worker.planning.moments import peak_of
 from octet.worker.planning.trace import NotTraced
 
 CPU_S = 60
-DEADLINE_S = 90
+DEADLINE_S = 300
 MEMORY_BYTES = 4 << 30
 MOST_CHILDREN = 4
 

@@ -15,9 +15,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from octet.api_schemas import CheckpointReport, EvaluationReport, FailureReason, FinishedReport, Job, JobSummary, LogReport
-from octet.client import Client
+from octet.client import Client, api
 from octet.client.cli import build_app
+from octet.service.jobs import planning
 from tests.client.octet_app import API_KEY, OctetApp, Rank
+from tests.kit.waiting import LONG_S
 
 MakeSummary = Callable[..., JobSummary]
 
@@ -103,7 +105,9 @@ def test_validate(octet: Callable[..., Result], job_file: str) -> None:
 
 
 @pytest.mark.system
-def test_plan(octet: Callable[..., Result], job_file: str) -> None:
+def test_plan(octet: Callable[..., Result], job_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "DEADLINE_S", LONG_S)
+    monkeypatch.setattr(api, "LONGEST_PLAN_S", LONG_S)
     shown = octet("plan", job_file, "--levels", "fp32,O2")
     assert shown.exit_code == 0
     assert [line.split()[0] for line in shown.stdout.splitlines()[:3]] == ["LEVEL", "fp32", "O2"]
