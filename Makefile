@@ -51,7 +51,7 @@ test: install prometheus
 # The whole system: jobs through REST, Ray and ranks, README's own commands, every panel and alert over a live Prometheus,
 # kills; and all kernels compiled for Hopper.
 test-system: install prometheus page-types $(HELM)
-	$(BIN)/python -m pytest -n 4 --dist loadfile -m 'system and not matrix'
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'system and not matrix'
 
 # SIGKILL and SIGSTOP of every process at random instants from a seed, then the ledger of jobs; the seconds that each failure costs;
 # and random lives of the control plane on a simulated cluster. Each ends by itself; the first takes about two hours for 1,000 signals.

@@ -32,7 +32,7 @@ RAYLET = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 _FEW_PROCESSES = ("--disable-usage-stats", "--include-log-monitor=false", "--num-cpus=0", "--object-store-memory=100000000")
 _POLL_S = 0.1
 _FAST_POLL_S, _STANDSTILL_S = 0.0005, 0.5
-_MOST_STARTS = 5
+_MOST_STARTS = 10
 ANY_PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--node-ip-address=127.0.0.1")
 
 
@@ -154,7 +154,8 @@ class Nodes:
             self._stack.callback(node.kill)
             if node.joins():
                 return node
-        raise RuntimeError(f"a node did not join in {_MOST_STARTS} starts; the logs are in {self._logs}")
+        said = (self._logs / f"node-{self._num_nodes}.log").read_text()[-2000:]
+        raise RuntimeError(f"a node did not join in {_MOST_STARTS} starts; the last one said:\n{said}")
 
 
 class ServerOnNodes(Server):

@@ -34,7 +34,9 @@ def test_two_nodes_die_one_after_the_other_and_every_loss_is_that_of_an_undistur
     cluster: tuple[Nodes, ServerOnNodes], wide_job: dict[str, Any]
 ) -> None:
     nodes, server = cluster
-    wide_job["training"]["steps"] = 120  # on a fast machine 36 pass between the report of step 8 and a node's death
+    wide_job["training"]["steps"] = (
+        240  # 120 may pass, where this process has to wait, between the report of step 8 and a node's death
+    )
     first, second = nodes.add(), nodes.add()
     expected = train_undisturbed(server, wide_job)
     job = server.client.submit(wide_job | {"retry": {"max_failures": 3}})

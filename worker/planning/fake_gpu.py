@@ -44,6 +44,13 @@ class _Backend(_DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
+    def get_rng_state(self, device: object = None) -> Tensor:
+        """Return no state: nothing is drawn. `torch.random.fork_rng` asks every device of the process for one."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: object = None) -> None:
+        """Take back no state."""
+
 
 @functools.cache
 def device() -> torch.device:
