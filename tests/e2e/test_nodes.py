@@ -34,9 +34,7 @@ def test_two_nodes_die_one_after_the_other_and_every_loss_is_that_of_an_undistur
     cluster: tuple[Nodes, ServerOnNodes], wide_job: dict[str, Any]
 ) -> None:
     nodes, server = cluster
-    wide_job["training"]["steps"] = (
-        240  # 120 may pass, where this process has to wait, between the report of step 8 and a node's death
-    )
+    wide_job["training"]["steps"] = 240  # as many as pass until this process has seen step 8 and killed a node
     first, second = nodes.add(), nodes.add()
     expected = train_undisturbed(server, wide_job)
     job = server.client.submit(wide_job | {"retry": {"max_failures": 3}})
