@@ -1,15 +1,13 @@
 """Trainers of others on two ranks: transformers' Trainer through `octet.parallelize`, Accelerate's DDP, torch's FSDP2."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from octet import initialize
+from tests.kit.gathers import counted_gathers
 from tests.kit.ports import free_port
 from tests.kit.ranks import run_ranks
 from tests.kit.small_model import Small
@@ -102,22 +101,6 @@ def train_small(level: str, strategy: str, rank: int, num_ranks: int) -> dict[st
         optimizer.zero_grad()
     whole = {name.removeprefix("module."): weight.detach() for name, weight in model.named_parameters()}
     return {name: weight.full_tensor() if isinstance(weight, DTensor) else weight for name, weight in whole.items()}
-
-
-@contextmanager
-def counted_gathers() -> Iterator[list[int]]:
-    """Collect the bytes that this rank gives to each all-gather."""
-    sent: list[int] = []
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # since torch 2.13
-    original = getattr(dist, name)
-
-    def counting(output: Tensor, input: Tensor, *arguments: Any, **options: Any) -> Any:
-        sent.append(input.nbytes)
-        return original(output, input, *arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, name, counting)
-        yield sent
 
 
 def message(call: Callable[[], Any]) -> str:

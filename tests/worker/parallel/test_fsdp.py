@@ -1,13 +1,11 @@
 """Weights of codes under torch's FSDP2: the bits of ZeRO 3, codes on the wire and in memory, torch's checkpoints."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -24,6 +22,7 @@ from octet.worker.mesh import Mesh
 from octet.worker.mesh.axes import Axes
 from octet.worker.optim import LowBitAdamW
 from octet.worker.parallel import Parallel
+from tests.kit.gathers import counted_gathers
 from tests.kit.ports import free_port
 from tests.kit.ranks import run_ranks
 
@@ -133,22 +132,6 @@ def are_same(ones: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(one.float(), other.float()) for one, other in zip(ones, others, strict=True))
 
 
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Collect the bytes that this rank gives to each of FSDP2's gathers."""
-    sent: list[int] = []
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    gather = getattr(dist, name)
-
-    def counting(output: Tensor, input: Tensor, *arguments: Any, **options: Any) -> Any:
-        sent.append(input.nbytes)
-        return gather(output, input, *arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, name, counting)
-        yield sent
-
-
 def trained(level: str, rank: int, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     model, optimizer = sharded(level, **options)
     train(model, optimizer, rank, range(2))
@@ -253,7 +236,7 @@ def work(rank: int, num_ranks: int, port: int, folder: str) -> None:
         for level in OF_CODES:
             model, optimizer = sharded(level)
             report = memory_report(model, optimizer)
-            with counted() as sent:
+            with counted_gathers() as sent:
                 losses = train(model, optimizer, share, range(NUM_STEPS))
             found[level] = {"losses": losses, "plain": plain_state_dict(model), "sent": sent, "before": report}
             found[level] |= {"after": memory_report(model, optimizer), "zero3": train_by_zero3(level, mesh, share)}
