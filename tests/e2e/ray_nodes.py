@@ -6,7 +6,9 @@ The head has no slots. A node that dies takes all its processes with it, as a ma
 import contextlib
 import json
 import os
+import random
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,19 +30,39 @@ from tests.kit.waiting import LONG_S
 Found = TypeVar("Found")
 POOL = PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=4)
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # see service/cluster/ray/embedded.py
-RAYLET = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
+# A raylet ends itself if its agents have not started within 30 s; on two cores full of ranks they need longer.
+RAYLET = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0", "RAY_agent_register_timeout_ms": "300000"}
 _FEW_PROCESSES = ("--disable-usage-stats", "--include-log-monitor=false", "--num-cpus=0", "--object-store-memory=100000000")
 _POLL_S = 0.1
 _FAST_POLL_S, _STANDSTILL_S = 0.0005, 0.5
 _MOST_STARTS = 10
+# The kernel gives these to nobody who asks for any port.
+_AGENTS_PORTS = range(15_000, 32_000)
+_AGENTS = ("--dashboard-agent-grpc-port", "--dashboard-agent-listen-port", "--runtime-env-agent-port", "--metrics-export-port")
 ANY_PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--node-ip-address=127.0.0.1")
+
+
+def _ports_of_agents() -> list[str]:
+    """Choose the ports of a node's agents: a raylet that has to ask them for theirs waits 15 s, and then ends itself.
+
+    Ray's own port for one of them is the same on all nodes, which here are on one machine.
+    """
+    chosen: list[int] = []
+    for port in random.SystemRandom().sample(_AGENTS_PORTS, len(_AGENTS_PORTS)):
+        with socket.socket() as attempt, contextlib.suppress(OSError):
+            attempt.bind(("127.0.0.1", port))
+            chosen.append(port)
+        if len(chosen) == len(_AGENTS):
+            break
+    return [f"{option}={port}" for option, port in zip(_AGENTS, chosen, strict=True)]
 
 
 class Node:
     """One `ray start`: a raylet, its agents and the ranks on it."""
 
     def __init__(self, module: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
-        command = [sys.executable, "-m", module, "start", "--block", *_FEW_PROCESSES, *ANY_PORTS, *arguments]
+        options = [*_FEW_PROCESSES, *ANY_PORTS, *_ports_of_agents(), *arguments]
+        command = [sys.executable, "-m", module, "start", "--block", *options]
         self._log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -154,8 +176,10 @@ class Nodes:
             self._stack.callback(node.kill)
             if node.joins():
                 return node
-        said = (self._logs / f"node-{self._num_nodes}.log").read_text()[-2000:]
-        raise RuntimeError(f"a node did not join in {_MOST_STARTS} starts; the last one said:\n{said}")
+        said = [self._logs / f"node-{self._num_nodes}.log", *self._temp_dir.glob("ray/session_*/logs/raylet.*")]
+        newest = sorted((path for path in said if path.exists()), key=lambda path: path.stat().st_mtime)[-4:]
+        ends = "\n".join(f"{path.name}:\n{path.read_text(errors='replace')[-2000:]}" for path in newest)
+        raise RuntimeError(f"a node did not join in {_MOST_STARTS} starts; the last one said:\n{ends}")
 
 
 class ServerOnNodes(Server):
