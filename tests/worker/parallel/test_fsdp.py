@@ -1,6 +1,7 @@
 """Weights of codes under torch's FSDP2: the bits of ZeRO 3, codes on the wire and in memory, torch's checkpoints."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from octet import exact_state_dict, follow_optimizer, initialize, memory_report, plain_state_dict
 from octet.api_schemas.levels import LEVELS
@@ -32,18 +34,18 @@ NUM_STEPS, ROWS, HIDDEN, WIDTH = 3, 33, 160, 128
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(2))
         self.last = nn.Linear(WIDTH, ROWS)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,10 +54,10 @@ class Net(nn.Module):
         return self.last(x)
 
 
-def drawn(seed: int = 0) -> Net:
+def drawn(seed: int = 0, hidden: int = HIDDEN) -> Net:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        net = Net()
+        net = Net(hidden)
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter[0] *= 4  # one rank has a larger amax than the others
@@ -69,8 +71,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def sharded(level: str, kind: str = "ours", seed: int = 0, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    model: Any = initialize(drawn(seed), None, level, convert_heads=True)[0]
+def sharded(
+    level: str, kind: str = "ours", seed: int = 0, hidden: int = HIDDEN, **options: Any
+) -> tuple[Any, torch.optim.Optimizer]:
+    model: Any = initialize(drawn(seed, hidden), None, level, convert_heads=True)[0]
     for part in (*model.blocks, model):
         fully_shard(part, **options)
     optimizer = OPTIMIZERS[kind](model.parameters(), lr=1e-2)
@@ -138,27 +142,39 @@ def trained(level: str, rank: int, **options: Any) -> tuple[Any, torch.optim.Opt
     return model, optimizer
 
 
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def save(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+
+
+def loaded(folder: str, level: str, kind: str = "ours", hidden: int = HIDDEN) -> tuple[Any, torch.optim.Optimizer]:
+    """Return another model, with what a checkpoint holds."""
+    model, optimizer = sharded(level, kind, 1, hidden)
+    states = get_state_dict(model, optimizer)
+    read = {"model": states[0], "optimizer": states[1]}
+    dcp.load(read, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=read["optimizer"])
+    return model, optimizer
+
+
 def checkpointed(level: str, kind: str, rank: int, folder: str) -> dict[str, bool]:
     """Save, load into another model, and train on; and the same by whole state dicts."""
     model, optimizer = sharded(level, kind)
     train(model, optimizer, rank, range(2))
     saved = held_by(model, optimizer)
-    states = get_state_dict(model, optimizer)
-    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=f"{folder}/{level}-{kind}")
-    other, its_optimizer = sharded(level, kind, seed=1)
-    states = get_state_dict(other, its_optimizer)
-    loaded = {"model": states[0], "optimizer": states[1]}
-    dcp.load(loaded, checkpoint_id=f"{folder}/{level}-{kind}")
-    set_state_dict(other, its_optimizer, model_state_dict=states[0], optim_state_dict=loaded["optimizer"])
+    save(model, optimizer, f"{folder}/{level}-{kind}")
+    other, its_optimizer = loaded(f"{folder}/{level}-{kind}", level, kind)
     found = {"loaded": are_same(saved, held_by(other, its_optimizer))}
     for each in ((model, optimizer), (other, its_optimizer)):
         train(*each, rank, range(2, 4))
     found["continued"] = are_same(held_by(model, optimizer), held_by(other, its_optimizer))
     if kind == "ours":
-        options = StateDictOptions(full_state_dict=True)
-        whole = get_state_dict(model, optimizer, options=options)
+        whole = get_state_dict(model, optimizer, options=WHOLE)
         third = sharded(level, kind, seed=2)
-        set_state_dict(*third, model_state_dict=whole[0], optim_state_dict=whole[1], options=options)
+        set_state_dict(*third, model_state_dict=whole[0], optim_state_dict=whole[1], options=WHOLE)
         found["whole"] = are_same(held_by(model, optimizer), held_by(*third))
     return found
 
@@ -246,6 +262,39 @@ def work(rank: int, num_ranks: int, port: int, folder: str) -> None:
     torch.save(found, f"{folder}/{rank}.pt")
 
 
+def pass_on(rank: int, num_ranks: int, port: int, folder: str, *, loads: bool) -> None:
+    """Save what ranks have trained, or load it; and write its whole state dicts."""
+    torch.set_num_threads(1)
+    with Mesh(RankEnv(rank=rank, world_size=num_ranks, master_port=port), torch.device("cpu")):
+        for level in OF_CODES:
+            saved = f"{folder}/passed-{level}"
+            if loads:
+                both = loaded(saved, level, hidden=2 * WIDTH)
+            else:
+                both = sharded(level, hidden=2 * WIDTH)
+                train(*both, rank, range(2))
+                save(*both, saved)
+            whole = get_state_dict(*both, options=WHOLE)
+            if rank == 0:
+                torch.save(whole, f"{saved}-{num_ranks}.pt")
+
+
+@pytest.mark.system
+def test_torchs_checkpoints_are_loaded_by_another_number_of_ranks(tmp_path: Path) -> None:
+    """Rows of whole blocks: each rank's states are cut elsewhere then, and are the same."""
+    for num_ranks in (2, 3):
+        run_ranks(partial(pass_on, loads=num_ranks == 3), (num_ranks, free_port(), str(tmp_path)), num_ranks)
+    for level in OF_CODES:
+        whole, expected = (
+            tree_flatten_with_path(torch.load(tmp_path / f"passed-{level}-{num_ranks}.pt", weights_only=False))[0]
+            for num_ranks in (3, 2)
+        )
+        assert [path for path, _ in whole] == [path for path, _ in expected]
+        for (path, found), (_, wanted) in zip(whole, expected, strict=True):
+            is_same = torch.equal(found, wanted) if isinstance(found, Tensor) else found == wanted
+            assert is_same, (level, keystr(path))
+
+
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.matrix)])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("fsdp")
@@ -324,9 +373,9 @@ def test_torchs_checkpoints_return_a_whole_model(level: str, tmp_path: Path) -> 
     dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=tmp_path, no_dist=True)
     other, its_optimizer = made(1)
     states = get_state_dict(other, its_optimizer)
-    loaded = {"model": states[0], "optimizer": states[1]}
-    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
-    set_state_dict(other, its_optimizer, model_state_dict=states[0], optim_state_dict=loaded["optimizer"])
+    read = {"model": states[0], "optimizer": states[1]}
+    dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(other, its_optimizer, model_state_dict=states[0], optim_state_dict=read["optimizer"])
     values = [layer.weight.dequantize() for layer in model.modules() if isinstance(layer, Float8Linear)]
     assert are_same(values, [layer.weight.dequantize() for layer in other.modules() if isinstance(layer, Float8Linear)])
     masters = [[state["master_weights"]["codes"] for state in each.state.values() if "master_weights" in state]
