@@ -14,6 +14,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # of xdist, which starts files with many tests first; below, slow files are first
     if _only_distributes(config):
         return
+    gc.disable()  # until everything is collected: it would walk what is imported again and again, a fifth of that time
     settings.register_profile("octet", deadline=None)  # how long an example takes is up to what else the machine does
     settings.load_profile("octet")
     if not _has_fp8_gpu():  # Triton reads this when it is imported, and then runs its kernels on CPU tensors
@@ -32,6 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported stays: the collector need not walk it, a tenth of the service tests' time
+    gc.enable()
 
 
 def _only_distributes(config: pytest.Config) -> bool:

@@ -29,7 +29,9 @@ def with_residual(jobs: Jobs, level: str, workers: int = 1, **parallelism: Any) 
     return job | {"training": job["training"] | {"residual_stream": "bf16"}}
 
 
-@pytest.fixture(scope="module", params=["O2", pytest.param("bf16-amp", marks=pytest.mark.matrix)])
+@pytest.fixture(
+    scope="module", params=[pytest.param("O2", marks=pytest.mark.system), pytest.param("bf16-amp", marks=pytest.mark.matrix)]
+)
 def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     torch.set_num_threads(1)
     found, level = Jobs(tmp_path_factory.mktemp("residual")), request.param

@@ -42,8 +42,8 @@ def traced(name: str) -> dict[str, Any]:
     return found
 
 
-ALWAYS = ("llama O3-split", "saving", "ZeRO 1")
-NAMES = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.matrix) for name in CASES]
+MARKS = {"saving": (), "llama O3-split": pytest.mark.system, "ZeRO 1": pytest.mark.system}
+NAMES = [pytest.param(name, marks=MARKS.get(name, pytest.mark.matrix)) for name in CASES]
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_a_trace_holds_what_the_closed_form_says(name: str) -> None:
     assert 0 <= found["held"]["other"] - found["planned"]["other"] < 1024
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_lines_give_the_peak_of_wider_micro_batches() -> None:
     found = traced("wider")
     assert found["peak"] == pytest.approx(found["whole_peak"], rel=0.002)

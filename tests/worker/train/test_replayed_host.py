@@ -60,6 +60,10 @@ class OneLaunch:
         self.num_replays += 1
 
 
+def launch_nothing(*_arguments: Any) -> None:
+    """Stand for a launch, where the host's part ends. Triton's interpreter would run the kernels for a minute."""
+
+
 def replayed(num_layers: int) -> tuple[Counter[str], int]:
     """The ops of a replayed step, and its calls of Python functions."""
     torch.manual_seed(0)
@@ -98,8 +102,7 @@ def replayed(num_layers: int) -> tuple[Counter[str], int]:
 
 def test_a_replayed_step_takes_the_same_ops_at_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graph, "WARM_UP_STEPS", 1)
-    # The host's part ends at a launch; Triton's interpreter would run the kernels for a minute.
-    launched = mock.patch.object(fused_step.kernel, "launch", lambda *_arguments: None)
+    launched = mock.patch.object(fused_step.kernel, "launch", launch_nothing)
     with cpu_as_accelerator(), optimizer_by_kernels(), launched:
         replayed(1)  # what torch does only once in a process
         (ops, calls), (deeper_ops, deeper_calls) = replayed(1), replayed(3)
