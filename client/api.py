@@ -16,6 +16,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -275,10 +276,31 @@ class Client:
             return self._follow(job_id, "events", Event, after)
         return self._records(job_id, "events", Page[Event], after)
 
-    def logs(self, job_id: str, *, follow: bool = False, rank: int | None = None) -> Iterator[LogLine]:
-        """Iterate over log lines of all ranks, or of one, in order; with `follow`, until the job is over."""
-        lines = self._follow(job_id, "logs", LogLine, after=0) if follow else self._records(job_id, "logs", Page[LogLine])
-        return (line for line in lines if rank is None or line.rank == rank)
+    def logs(
+        self,
+        job_id: str,
+        *,
+        follow: bool = False,
+        rank: int | None = None,
+        attempt_id: str | None = None,
+        since: datetime | None = None,
+        tail: int | None = None,
+    ) -> Iterator[LogLine]:
+        """Iterate over log lines in order: of all ranks and attempts, or of one; with `follow`, until the job is over.
+
+        since: only lines logged then or later, with a time zone. tail: begin with so many of the last lines.
+        """
+        given = {"rank": rank, "attempt_id": attempt_id, "since": since and since.isoformat(), "tail": tail}
+        params = {name: str(value) for name, value in given.items() if value is not None}
+        last = 0
+        if params or not follow:
+            for line in self._records(job_id, "logs", Page[LogLine], params=params):
+                yield line
+                last = line.seq
+        for line in self._follow(job_id, "logs", LogLine, after=last) if follow else ():
+            is_wanted = rank in {None, line.rank} and attempt_id in {None, line.attempt_id}
+            if is_wanted and (since is None or line.at >= since):
+                yield line
 
     def wait(
         self,
@@ -308,9 +330,11 @@ class Client:
     def _post(self, path: str, document: Any = None, headers: Mapping[str, str] | None = None) -> httpx.Response:
         return self._connection.request("POST", path, document=document, headers=headers, patience_s=self._patience_s)
 
-    def _records(self, job_id: str, part: str, page_type: type[Page[Item]], after: int = 0) -> Iterator[Item]:
-        params = {"limit": str(MOST_RECORDS_PER_PAGE)} | ({"after": str(after)} if after else {})
-        return self._items(f"{_path(job_id)}/{part}", page_type, params)
+    def _records(
+        self, job_id: str, part: str, page_type: type[Page[Item]], after: int = 0, params: Mapping[str, str] | None = None
+    ) -> Iterator[Item]:
+        query = {"limit": str(MOST_RECORDS_PER_PAGE), **(params or {})} | ({"after": str(after)} if after else {})
+        return self._items(f"{_path(job_id)}/{part}", page_type, query)
 
     def _items(self, path: str, page_type: type[Page[Item]], params: Mapping[str, str] | None = None) -> Iterator[Item]:
         query = dict(params or {})

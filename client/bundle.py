@@ -4,7 +4,6 @@ import io
 import json
 import tarfile
 import time
-from collections import deque
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -64,7 +63,7 @@ def write_bundle(client: Client, job: Job, checkup: Checkup, path: Path, redacto
 
 def _log(client: Client, job_id: str, redactor: Redactor) -> str:
     """Return the last lines as text. A private key may span several, so the whole is looked through at once."""
-    kept = deque(client.logs(job_id), maxlen=MOST_LOG_LINES)
+    kept = client.logs(job_id, tail=MOST_LOG_LINES)
     text = "".join(f"{line.at.isoformat()} rank {line.rank} {line.level} {line.message}\n" for line in kept)
     return redactor.text(text)
 

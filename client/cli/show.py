@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
 import typer
@@ -17,6 +18,8 @@ from octet.client.terminal import Terminal
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")]
 
+_AGE = re.compile("(?P<number>[0-9]{1,6})(?P<unit>[smhd])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _CHART_LINES = 16
 _CHART_POINTS = 300
 
@@ -164,17 +167,44 @@ def events(job_id: JobId, follow: Follow = False, url: Url = DEFAULT_URL, as_jso
 def logs(
     job_id: JobId,
     follow: Follow = False,
+    tail: Annotated[int | None, typer.Option("--tail", "-n", min=1, max=100_000, help="Begin with so many last lines.")] = None,
+    since: Annotated[
+        str | None, typer.Option("--since", metavar="TIME", help="Only lines since: 30s, 10m, 2h, 1d, a time.")
+    ] = None,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank's lines.")] = None,
+    attempt: Annotated[
+        int | None, typer.Option("--attempt", min=1, help="Only the lines of this # of `octet attempts`.")
+    ] = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
     """Show a job's log."""
-    terminal = Terminal()
+    terminal, begin = Terminal(), None if since is None else _moment(since)
     with connect(url) as client:
         job = find_to_read(client, job_id)
+        attempt_id = None if attempt is None else _attempt_id(client, job, attempt)
         lines = render.Lines(has_several_ranks=job.spec.resources.workers > 1)
-        for line in client.logs(job.id, follow=follow, rank=rank):
+        for line in client.logs(job.id, follow=follow, rank=rank, attempt_id=attempt_id, since=begin, tail=tail):
             terminal.show_json_line(line) if as_json else terminal.show(lines.log(line))
+
+
+def _moment(text: str) -> datetime:
+    """Return the time that a text names: an age, or a time by ISO 8601, local unless it names its zone."""
+    if age := _AGE.fullmatch(text):
+        return datetime.now(UTC) - timedelta(**{_UNITS[age["unit"]]: int(age["number"])})
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError):
+        message = f"got {text!r}; allowed: 30s, 10m, 2h, 1d, or a time such as 2026-11-25T14:00"
+        raise typer.BadParameter(message, param_hint="--since") from None
+
+
+def _attempt_id(client: Client, job: Job, number: int) -> str:
+    ids = {attempt.epoch: attempt.id for attempt in client.attempts(job.id)}
+    if number not in ids:
+        known = ", ".join(map(str, ids)) or "none yet"
+        raise typer.BadParameter(f"got {number}; {job.id} has {known}", param_hint="--attempt")
+    return ids[number]
 
 
 def models(as_json: AsJson = False) -> None:

@@ -104,7 +104,7 @@ def _compare(client: Client, specs: Sequence[JobSpec], terminal: Terminal, check
     for job in unsuccessful:
         terminal.show(job_details(job, []))
         lines = Lines(has_several_ranks=job.spec.resources.workers > 1)
-        for line in list(client.logs(job.id))[-_LOG_LINES_SHOWN:]:
+        for line in client.logs(job.id, tail=_LOG_LINES_SHOWN):
             terminal.show(lines.log(line))
     if unsuccessful:
         terminal.show(Text(f"FAILED: {', '.join(f'{job.name} {job.state}' for job in unsuccessful)}."))

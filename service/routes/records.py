@@ -5,7 +5,8 @@ Events and log lines are also streams, for requests with `Accept: text/event-str
 
 from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from pydantic import AwareDatetime
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import Attempt, Checkpoint, Contract, Event, LogLine, MetricPoint, Page, Violation
@@ -18,6 +19,7 @@ from octet.service.http.problems import Answers, answers
 from octet.service.http.streams import EVENT_STREAM, Source, Streams, read_part
 from octet.service.jobs import views
 from octet.service.store.ids import is_id
+from octet.service.store.records import LogFilter
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["records"])
 
@@ -33,12 +35,26 @@ def _read_events(session: Session, job_id: str, after: int, limit: int) -> list[
     return [views.record(Event, row) for row in store.jobs.events_after(session, job_id, after, limit)]
 
 
-def _read_logs(session: Session, job_id: str, after: int, limit: int) -> list[LogLine]:
-    return [views.record(LogLine, row) for row in store.records.log_lines_after(session, job_id, after, limit)]
+def _logs(wanted: LogFilter) -> Source[LogLine]:
+    def read(session: Session, job_id: str, after: int, limit: int) -> list[LogLine]:
+        return [views.record(LogLine, row) for row in store.records.log_lines_after(session, job_id, after, limit, wanted)]
+
+    return Source("log_line", read, lambda line: line.seq, lambda head: head.last_log_seq)
 
 
 EVENTS = Source("event", _read_events, lambda event: event.seq, lambda head: head.last_event_seq)
-LOGS = Source("log_line", _read_logs, lambda line: line.seq, lambda head: head.last_log_seq)
+LOGS = _logs(store.records.EVERY_LINE)
+
+
+def _wanted_lines(
+    rank: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="only lines of this rank")] = None,
+    attempt_id: Annotated[str | None, Query(max_length=31, description="only lines of this attempt")] = None,
+    since: Annotated[AwareDatetime | None, Query(description="only lines logged then or later")] = None,
+) -> LogFilter:
+    return LogFilter(rank, attempt_id, since)
+
+
+LogFilterDep = Annotated[LogFilter, Depends(_wanted_lines)]
 
 
 @router.get("/events", operation_id="list_events", response_model=Page[Event], responses=answers(404, 422) | _STREAM)
@@ -57,12 +73,26 @@ def events(
 def logs(
     request: Request,
     job_id: JobIdDep,
+    wanted: LogFilterDep,
     limit: LimitQuery = 100,
     after: AfterQuery = 0,
     last_event_id: LastEventIdHeader = None,
+    tail: Annotated[
+        int | None, Query(ge=1, le=100_000, description="begin with so many of the last lines, where `after` is 0")
+    ] = None,
 ) -> Response:
-    """Log lines of all ranks and attempts, in order. A stream of them goes on until the job is over."""
-    return _page_or_stream(request, job_id, LOGS, limit, int(last_event_id or after))
+    """Log lines of all ranks and attempts, in order. A stream of them goes on until the job is over.
+
+    A stream has all lines from a place on: read a page of those that are wanted, and follow from its `last_id`.
+    """
+    if _is_stream(request) and (wanted, tail) != (store.records.EVERY_LINE, None):
+        message = "Read a page with them, and open a stream with its last_id as Last-Event-ID."
+        given = ", ".join(name for name in ("rank", "attempt_id", "since", "tail") if name in request.query_params)
+        raise InvalidRequest.of((Violation(field="accept", got=f"a stream with {given}", allowed="a page", message=message),))
+    if tail is not None and not after:
+        with context_of(request).database.read() as session:
+            after = store.records.before_last_log_lines(session, job_id, tail, wanted)
+    return _page_or_stream(request, job_id, _logs(wanted), limit, int(last_event_id or after))
 
 
 @router.get("/metrics", operation_id="list_metrics", responses=answers(404, 422))
@@ -135,12 +165,16 @@ def attempts(
 def _page_or_stream(request: Request, job_id: str, source: Source[Item], limit: int, after: int) -> Response:
     with context_of(request).database.read() as session:
         _require_job(session, job_id, visible_tenant(request))
-        if EVENT_STREAM in request.headers.get("accept", ""):
+        if _is_stream(request):
             streams: Streams = request.app.state.streams
             return streams.open(job_id, source, after)
         part, is_cut = read_part(session, job_id, source, after, limit + 1, _MOST_CHARACTERS)
     shown = part[:limit]
     return page_as_json([text for _, text in shown], [str(key) for key, _ in shown], has_more=is_cut or len(part) > limit)
+
+
+def _is_stream(request: Request) -> bool:
+    return EVENT_STREAM in request.headers.get("accept", "")
 
 
 def _require_job(session: Session, job_id: str, tenant: str | None) -> None:

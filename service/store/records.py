@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import delete, func, insert, or_, select
+from sqlalchemy import ColumnElement, delete, func, insert, or_, select
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import AttemptState
@@ -143,6 +143,35 @@ def add_log_lines(session: Session, rows: Sequence[dict[str, Any]]) -> None:
         session.execute(insert(LogLineRow), list(rows))
 
 
-def log_lines_after(session: Session, job_id: str, seq: int, limit: int) -> list[LogLineRow]:
-    query = select(LogLineRow).where(LogLineRow.job_id == job_id, LogLineRow.seq > seq).order_by(LogLineRow.seq).limit(limit)
-    return list(session.scalars(query))
+class LogFilter(NamedTuple):
+    """The log lines that are wanted: of a rank, of an attempt, logged at a time or later; None: of all."""
+
+    rank: int | None = None
+    attempt_id: str | None = None
+    since: datetime | None = None
+
+    def conditions(self) -> list[ColumnElement[bool]]:
+        """Return the conditions on rows of lines."""
+        found: list[ColumnElement[bool]] = []
+        if self.rank is not None:
+            found.append(LogLineRow.rank == self.rank)
+        if self.attempt_id is not None:
+            found.append(LogLineRow.attempt_id == self.attempt_id)
+        if self.since is not None:
+            found.append(LogLineRow.at >= self.since)
+        return found
+
+
+EVERY_LINE = LogFilter()
+
+
+def log_lines_after(session: Session, job_id: str, seq: int, limit: int, wanted: LogFilter = EVERY_LINE) -> list[LogLineRow]:
+    query = select(LogLineRow).where(LogLineRow.job_id == job_id, LogLineRow.seq > seq, *wanted.conditions())
+    return list(session.scalars(query.order_by(LogLineRow.seq).limit(limit)))
+
+
+def before_last_log_lines(session: Session, job_id: str, number: int, wanted: LogFilter = EVERY_LINE) -> int:
+    """Return the place after which the last lines follow; 0 if there are no more lines than that."""
+    query = select(LogLineRow.seq).where(LogLineRow.job_id == job_id, *wanted.conditions())
+    seq = session.scalar(query.order_by(LogLineRow.seq.desc()).offset(number).limit(1))
+    return 0 if seq is None else seq

@@ -175,6 +175,22 @@ def test_following_gives_everything_while_it_happens(app: OctetApp, client: Clie
     assert list(lines) == []
 
 
+def test_following_begins_with_the_last_lines_of_what_is_wanted(
+    app: OctetApp, client: Client, runnable: dict[str, Any]
+) -> None:
+    job = client.submit(runnable)
+    rank = app.start_rank(job.id)
+    rank.report(*[LogReport(level="INFO", message=f"line {number}") for number in range(4)])
+    [attempt] = client.attempts(job.id)
+    lines = client.logs(job.id, follow=True, tail=2, rank=0, attempt_id=attempt.id, since=job.created_at)
+    assert [next(lines).message for _ in range(2)] == ["line 2", "line 3"]
+    others = client.logs(job.id, follow=True, rank=1)
+    rank.report(LogReport(level="INFO", message="line 4"))
+    assert next(lines).message == "line 4"
+    rank.report(FinishedReport(outcome="failed", reason=FailureReason.DATA_ERROR, message="no data"))
+    assert list(lines) == list(others) == []
+
+
 def test_waiting_sees_each_change(app: OctetApp, client: Client, runnable: dict[str, Any], make_summary: MakeSummary) -> None:
     job = client.submit(runnable)
     rank = app.start_rank(job.id)

@@ -57,6 +57,39 @@ def test_events_and_logs_in_pages(client: TestClient, trained: tuple[str, Rank])
         assert len(seen) >= 5
 
 
+def test_log_lines_of_a_rank_of_an_attempt_since_a_time_and_the_last(client: TestClient, trained: tuple[str, Rank]) -> None:
+    job_id, _ = trained
+    everything = client.get(f"/v1/jobs/{job_id}/logs").json()["data"]
+
+    def found(query: str) -> list[str]:
+        return [line["message"] for line in client.get(f"/v1/jobs/{job_id}/logs?{query}").raise_for_status().json()["data"]]
+
+    messages_of_all = [line["message"] for line in everything]
+    assert len(messages_of_all) >= 5
+    assert found("tail=2") == messages_of_all[-2:]
+    assert found("tail=1000") == messages_of_all
+    assert found("tail=3&limit=1") == messages_of_all[-3:-2]
+    assert found(f"tail=3&after={everything[-2]['seq']}") == messages_of_all[-1:]
+    assert found("rank=0") == messages_of_all
+    assert found("rank=1") == found("rank=1&tail=2") == found("attempt_id=att_none") == []
+    assert found(f"attempt_id={everything[0]['attempt_id']}&tail=1") == messages_of_all[-1:]
+    assert found("since=1970-01-01T00:00:00Z") == messages_of_all
+    assert found("since=2999-01-01T00:00:00Z") == []
+
+
+@pytest.mark.parametrize("query", ["tail=2", "rank=0", "attempt_id=att_1", "since=1970-01-01T00:00:00Z"])
+def test_a_stream_of_some_log_lines_is_refused(client: TestClient, trained: tuple[str, Rank], query: str) -> None:
+    response = client.get(f"/v1/jobs/{trained[0]}/logs?{query}", headers={"Accept": "text/event-stream"})
+    assert response.status_code == 422
+    assert f"a stream with {query.partition('=')[0]}" in response.text
+    assert "Last-Event-ID" in response.text
+
+
+@pytest.mark.parametrize("query", ["tail=0", "rank=-1", "since=yesterday", "since=2026-01-01T00:00:00"])
+def test_bad_wishes_for_log_lines_are_refused(client: TestClient, trained: tuple[str, Rank], query: str) -> None:
+    assert client.get(f"/v1/jobs/{trained[0]}/logs?{query}").status_code == 422
+
+
 def test_checkpoints_and_attempts(client: TestClient, trained: tuple[str, Rank]) -> None:
     job_id, rank = trained
     page = client.get(f"/v1/jobs/{job_id}/checkpoints?limit=1").json()

@@ -298,6 +298,28 @@ def test_events_and_logs_as_lines_and_as_json(octet: Callable[..., Result], fini
     assert "job.succeeded" in octet("events", finished.id, *follow).stdout
 
 
+@pytest.mark.parametrize(
+    ("wish", "is_shown"),
+    [
+        (["--tail", "1"], True),
+        (["--since", "1h"], True),
+        (["--since", "2999-01-01"], False),
+        (["--attempt", "1", "--rank", "0"], True),
+    ],
+)
+def test_some_lines_of_a_log(octet: Callable[..., Result], finished: Job, wish: list[str], is_shown: bool) -> None:
+    assert ("red" in octet("logs", finished.id, *wish).stdout) is is_shown
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"), [(["--since", "yesterday"], "allowed: 30s, 10m, 2h, 1d"), (["--attempt", "2"], "has 1")]
+)
+def test_a_log_that_nobody_can_have_is_refused(octet: Callable[..., Result], finished: Job, wish: list[str], said: str) -> None:
+    refused = octet("logs", finished.id, *wish)
+    assert refused.exit_code == 2
+    assert said in refused.stderr
+
+
 def test_models_levels_and_pools(octet: Callable[..., Result]) -> None:
     lines = octet("models").stdout.splitlines()
     assert lines[0].split()[:2] == ["PRESET", "PARAMS"]
