@@ -18,7 +18,7 @@ _ray_get_node = services.get_node
 
 
 def _node_once_it_has_joined(gcs_address: str, node_id: str) -> Any:
-    """What Ray has in its place raises RuntimeError at once for a node that has not joined yet."""
+    """Return a node of the cluster. Ray's own function raises RuntimeError at once for a node that has not joined yet."""
     until = time.monotonic() + LONG_S
     while True:
         try:
