@@ -1,12 +1,16 @@
 """The models that a job can name: families, presets, and the bytes that each preset takes at each level (`GET /v1/models`)."""
 
+from functools import lru_cache
+from typing import Any
+
 from pydantic import Field
 
 from octet.api_schemas.base import Contract
-from octet.api_schemas.formats import converted_weight_bytes, plain_parameter_bytes
 from octet.api_schemas.inputs import METRICS, Task
-from octet.api_schemas.levels import LEVELS, Level
+from octet.api_schemas.job import JobSpec
+from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models import FAMILIES, FamilySizes, FamilySpec, ModelSizes
+from octet.api_schemas.planned_states import states_of
 
 
 class ModelPreset(Contract):
@@ -17,7 +21,7 @@ class ModelPreset(Contract):
     num_parameters: int
     num_block_weights: int = Field(description="elements of the weight matrices that a level converts")
     bytes_by_level: dict[str, int] = Field(
-        description="weights, master weights, gradients and AdamW's states on one rank, by level; without activations"
+        description="what one rank holds between steps with AdamW, by level, as a plan counts it; without activations"
     )
 
 
@@ -39,27 +43,15 @@ def model_families() -> list[ModelFamily]:
     return [_family(name, spec) for name, spec in FAMILIES.items()]
 
 
-def bytes_at(level: Level, sizes: FamilySizes) -> int:
-    """Bytes that a network's weights, gradients and AdamW states take on one rank.
-
-    All converted weights count as one tensor, and all other parameters as another, so the scales of single tensors and the
-    fp32 states of small ones are left out: less than 1 % for every preset but the tiny ones.
-    """
-    assert sizes.num_parameters is not None
-    assert sizes.num_block_weights is not None
-    converted = converted_weight_bytes(level, sizes.num_block_weights)
-    plain = plain_parameter_bytes(level, sizes.num_parameters - sizes.num_block_weights)
-    return sum(converted.values()) + sum(plain.values())
-
-
+@lru_cache(maxsize=len(FAMILIES))
 def _family(name: str, spec: type[FamilySpec]) -> ModelFamily:
-    presets = tuple(_preset(preset, sizes) for preset, sizes in spec.presets.items())
+    presets = tuple(_preset(name, preset, sizes) for preset, sizes in spec.presets.items())
     tasks = {sizes.task for sizes in spec.presets.values()} | set(spec.architectures)
     metrics = {task: METRICS[task] for task in METRICS if task in tasks}
     return ModelFamily(family=name, metrics=metrics, presets=presets, architectures=dict(spec.architectures))
 
 
-def _preset(name: str, sizes: FamilySizes) -> ModelPreset:
+def _preset(family: str, name: str, sizes: FamilySizes) -> ModelPreset:
     assert sizes.num_parameters is not None
     assert sizes.num_block_weights is not None
     return ModelPreset(
@@ -67,5 +59,17 @@ def _preset(name: str, sizes: FamilySizes) -> ModelPreset:
         sizes=sizes,  # type: ignore[arg-type]
         num_parameters=sizes.num_parameters,
         num_block_weights=sizes.num_block_weights,
-        bytes_by_level={level.name: bytes_at(level, sizes) for level in LEVELS.values()},
+        bytes_by_level={level: _bytes_held(family, name, sizes, level) for level in LEVELS},
     )
+
+
+def _bytes_held(family: str, preset: str, sizes: FamilySizes, level: str) -> int:
+    """Plan the states of a job on one rank that leaves all else at its default."""
+    job: dict[str, Any] = {
+        "name": preset,
+        "model": {"family": family, "preset": preset},
+        "precision": {"level": level},
+        "data": {"source": sizes.takes.kind, "path": "/data"},  # the states do not depend on it
+        "training": {"steps": 1},
+    }
+    return sum(states_of(JobSpec.model_validate(job), sizes).held.values())

@@ -13,7 +13,8 @@ BLOCK = 128
 """Elements that share the parts of a block."""
 MIN_QUANTIZED_ELEMENTS = 4096
 """Smaller tensors (norms, biases) keep fp32 states: there is nothing to save, and they are the most sensitive."""
-_FP32_BYTES = 4
+AMAX_BYTES = 4
+"""The largest magnitude that an encoded weight keeps."""
 
 
 class StoredFormat(NamedTuple):
@@ -57,38 +58,35 @@ MASTER_WEIGHT_FORMATS = {
 GRADIENT_FORMATS = {"fp32": StoredFormat(4), "fp8": StoredFormat(1, tensor_scale_bytes=4)}
 
 
-def converted_weight_bytes(level: Level, num_elements: int, optimizer: OptimizerName = "adamw") -> dict[str, int]:
-    """Bytes, by class, of the weight of a converted layer with its gradient and states on one rank, scales included.
+def weight_bytes(level: Level, is_converted: bool, num_elements: int, num_owned: int) -> dict[str, int]:
+    """Return the bytes, by class, of a whole weight and of its master. num_owned: elements that the rank steps.
 
-    `other`: the largest magnitude that an encoded weight keeps. Statistics and delayed scaling's windows, whose size does not
-    depend on the layer's, are not part of it.
+    is_converted: whether it is the weight of a layer that the level converts; all others are fp32.
     """
-    formats = {
-        "weights": WEIGHT_FORMATS[level.weight],
-        "master_weights": MASTER_WEIGHT_FORMATS[level.master_weight],
-        "gradients": GRADIENT_FORMATS[level.weight_gradient],
+    weight = WEIGHT_FORMATS[level.weight if is_converted else "fp32"]
+    master = MASTER_WEIGHT_FORMATS[level.master_weight if is_converted else "none"]
+    return {
+        "weights": weight.num_code_bytes(num_elements),
+        "master_weights": master.num_code_bytes(num_owned),
+        "scales": weight.num_scale_bytes(num_elements) + master.num_scale_bytes(num_owned),
+        "other": AMAX_BYTES if is_converted and level.weight != "fp32" else 0,
     }
-    other_bytes = 0 if level.weight == "fp32" else _FP32_BYTES
-    return _by_class(formats | state_formats(level, num_elements, optimizer), num_elements) | {"other": other_bytes}
 
 
-def plain_parameter_bytes(level: Level, num_elements: int, optimizer: OptimizerName = "adamw") -> dict[str, int]:
-    """Bytes, by class, of a parameter outside converted layers: fp32 with an fp32 gradient, its states as the level says."""
-    formats = {"weights": WEIGHT_FORMATS["fp32"], "gradients": GRADIENT_FORMATS["fp32"]}
-    return _by_class(formats | state_formats(level, num_elements, optimizer), num_elements)
+def gradient_bytes(stored: str, num_owned: int) -> dict[str, int]:
+    """Return the bytes, by class, of a gradient in one of the formats."""
+    form = GRADIENT_FORMATS[stored]
+    return {"gradients": form.num_code_bytes(num_owned), "scales": form.num_scale_bytes(num_owned)}
 
 
-def state_formats(level: Level, num_elements: int, optimizer: OptimizerName = "adamw") -> dict[str, StoredFormat]:
-    """Return the format of each of the optimizer's states of a parameter of so many elements."""
+def moment_bytes(level: Level, optimizer: OptimizerName, num_elements: int, num_owned: int) -> dict[str, int]:
+    """Return the bytes, by class, of the optimizer's states. num_elements: of the whole parameter, which decide the format."""
     is_small = num_elements < MIN_QUANTIZED_ELEMENTS
-    return {state: STATE_FORMATS["fp32" if is_small else getattr(level, state)] for state in OPTIMIZER_STATES[optimizer]}
-
-
-def _by_class(formats: dict[str, StoredFormat], num_elements: int) -> dict[str, int]:
-    found = dict.fromkeys(("weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other"), 0)
-    for kind, stored in formats.items():
-        found[kind] += stored.num_code_bytes(num_elements)
-        found["scales"] += stored.num_scale_bytes(num_elements)
+    found = {"scales": 0}
+    for state in OPTIMIZER_STATES[optimizer]:
+        stored = STATE_FORMATS["fp32" if is_small else getattr(level, state)]
+        found[state] = stored.num_code_bytes(num_owned)
+        found["scales"] += stored.num_scale_bytes(num_owned)
     return found
 
 

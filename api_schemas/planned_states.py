@@ -9,17 +9,14 @@ residual at O3-split.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from octet.api_schemas.bucket_layout import MAX_ELEMENTS, BucketLayout, fill_buckets
 from octet.api_schemas.conversion import MIN_FEATURES, names_at_the_ends, why_not_wanted
-from octet.api_schemas.formats import GRADIENT_FORMATS, MASTER_WEIGHT_FORMATS, WEIGHT_FORMATS, state_formats
+from octet.api_schemas.formats import gradient_bytes, moment_bytes, weight_bytes
 from octet.api_schemas.job import JobSpec, ValidatedJob
-from octet.api_schemas.levels import Level
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.shapes import ParameterShape
-from octet.api_schemas.optimization import OptimizerName
 from octet.api_schemas.precision import PrecisionSpec
 
 CLASSES = ("weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other")
@@ -28,8 +25,6 @@ NUM_MEASURES = 5
 DELAYED_BYTES = 16
 """Bytes of delayed scaling in each operand, besides the window itself."""
 LOSS_SCALING_BYTES = 24
-AMAX_BYTES = 4
-"""The largest magnitude that an encoded weight keeps."""
 WIDE = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2)}
 WEIGHT_DTYPES = {"fp32": ("float32", 4), "fp16+scale": ("float16", 2), "fp8": ("float8_e4m3fn", 1)}
 """The dtypes in which gradients and weights travel, and their bytes."""
@@ -53,7 +48,10 @@ class States(NamedTuple):
 
 
 class _Parameter(NamedTuple):
-    """A parameter on a rank: its elements there, and those of all tensor ranks."""
+    """A parameter on a rank: its elements there, and those of all tensor ranks.
+
+    block: the block whose weights the rank holds a share of and gathers together, under ZeRO 3; else None.
+    """
 
     num_elements: int
     num_whole: int
@@ -135,16 +133,16 @@ class _Rank:
             num_elements = num_whole // (self.spec.parallelism.tensor if shape.divided_dim is not None else 1)
             is_converted = shape.name in converted and self.level.has_own_fp8
             is_coded = is_converted and self.precision.holds_fp8_gradients
-            held.append(_Parameter(num_elements, num_whole, shape.block, is_converted, is_coded))
+            block = shape.block if self.zero == 3 else None
+            held.append(_Parameter(num_elements, num_whole, block, is_converted, is_coded))
         return held
 
     def _buckets(self) -> list[list[_Parameter]]:
         """Return the buckets in which gradients travel, as `data_parallel.py` fills them; their order does not matter here."""
         kinds: dict[tuple[bool, bool, int | None], list[_Parameter]] = {}
         for parameter in reversed(self.parameters):
-            block = parameter.block if self.zero == 3 else None
             in_codes = parameter.is_converted and self.level.weight != "fp32"
-            kinds.setdefault((parameter.is_coded, in_codes, block), []).append(parameter)
+            kinds.setdefault((parameter.is_coded, in_codes, parameter.block), []).append(parameter)
         return [
             kind[indices.start : indices.stop]
             for kind in kinds.values()
@@ -154,49 +152,61 @@ class _Rank:
     def states(self) -> States:
         """Add up the bytes of all parameters."""
         held, plain, host = dict.fromkeys(CLASSES, 0), 0, 0
-        for bucket in self.buckets:
-            layout = BucketLayout(tuple(parameter.num_elements for parameter in bucket), self.num_replicas)
-            lengths = {piece.index: piece.length for piece in layout.pieces(0)}
-            found = Counter[str]()
-            for index, parameter in enumerate(bucket):
-                num_owned = lengths.get(index, 0) if self.zero else parameter.num_elements
-                found.update(_weight_bytes(self.level, parameter, num_owned))
-                found.update(self._gradient_bytes(parameter, num_owned))
-                moments = _moment_bytes(self.level, self.optimizer, parameter.num_whole, num_owned)
-                if self.spec.training.offload_optimizer:
-                    host += sum(moments.values())
-                else:
-                    found.update(moments)
-            if self.zero:
-                self._correct_for_shares(found, bucket, layout.share_size)
-            plain += 0 if bucket[0].is_converted else found.total()
+        # A network has few kinds of buckets and of parameters, and many of each.
+        for bucket, num_buckets in Counter(map(tuple, self.buckets)).items():
+            found, offloaded = self._bucket_bytes(bucket)
+            host += num_buckets * offloaded
+            plain += 0 if bucket[0].is_converted else num_buckets * found.total()
             for kind, num_bytes in found.items():
-                held[kind] += num_bytes
+                held[kind] += num_buckets * num_bytes
         held["other"] += self._other_bytes()
         return States(held, plain, host, self._sent())
+
+    def _bucket_bytes(self, bucket: Sequence[_Parameter]) -> tuple[Counter[str], int]:
+        """Return the bytes of a bucket's parameters by class, and those of their states in host memory."""
+        layout = BucketLayout(tuple(parameter.num_elements for parameter in bucket), self.num_replicas)
+        found, host = Counter[str](), 0
+        for (parameter, num_owned), times in Counter(zip(bucket, self._num_owned(layout), strict=True)).items():
+            parts = [
+                weight_bytes(self.level, parameter.is_converted, parameter.num_elements, num_owned),
+                self._gradient_bytes(parameter, num_owned),
+            ]
+            moments = moment_bytes(self.level, self.optimizer, parameter.num_whole, num_owned)
+            if self.spec.training.offload_optimizer:
+                host += times * sum(moments.values())
+            else:
+                parts.append(moments)
+            for part in parts:
+                for kind, num_bytes in part.items():
+                    found[kind] += times * num_bytes
+        if self.zero:
+            self._correct_for_shares(found, bucket, layout.share_size)
+        return found, host
+
+    def _num_owned(self, layout: BucketLayout) -> Sequence[int]:
+        """Return the elements of each parameter of a bucket that the rank steps."""
+        if not self.zero:
+            return layout.sizes
+        lengths = {piece.index: piece.length for piece in layout.pieces(0)}
+        return [lengths.get(index, 0) for index in range(len(layout.sizes))]
 
     def _gradient_bytes(self, parameter: _Parameter, num_owned: int) -> dict[str, int]:
         """Return the bytes of a gradient at the update; none where it was released, or no element is this rank's."""
         if self.spec.training.gradient_release or (self.zero and not num_owned):
             return {}
-        stored = GRADIENT_FORMATS["fp8" if parameter.is_coded else "fp32"]
-        return {"gradients": stored.num_code_bytes(num_owned), "scales": stored.num_scale_bytes(num_owned)}
+        return gradient_bytes("fp8" if parameter.is_coded else "fp32", num_owned)
 
     def _correct_for_shares(self, found: Counter[str], bucket: Sequence[_Parameter], share_size: int) -> None:
         """Count the shares of a bucket where ranks hold these, with their padding, and not each parameter's piece."""
         is_sum = self.zero >= 2 and self.spec.batch.num_micro_batches > 1
         if not bucket[0].is_coded and not is_sum:
             found["gradients"] = 4 * share_size
-        if self._is_divided(bucket[0]):  # a released weight keeps the memory of one element
+        if bucket[0].block is not None:  # a released weight keeps the memory of one element
             _, num_bytes = self._weight_dtype(bucket[0])
             found["weights"] = num_bytes * (share_size + len(bucket))
 
     def _weight_dtype(self, parameter: _Parameter) -> tuple[str, int]:
         return WEIGHT_DTYPES[self.level.weight if parameter.is_converted else "fp32"]
-
-    def _is_divided(self, parameter: _Parameter) -> bool:
-        """Return True if ranks hold shares of the weight."""
-        return self.zero == 3 and parameter.block is not None
 
     def _other_bytes(self) -> int:
         """Return the bytes of buffers, and of a moving average, which each rank holds whole."""
@@ -228,9 +238,9 @@ class _Rank:
             sent["gather"][marks] += len(bucket) * mark_bytes * (self.num_replicas - 1) * num_exchanges
             if self.zero:
                 dtype, num_bytes = self._weight_dtype(first)
-                if self._is_divided(first) and dtype == "float32":
+                if first.block is not None and dtype == "float32":
                     dtype, num_bytes = wide_dtype, wide_bytes
-            times = 2 * num_passes if self._is_divided(first) else 1
+            times = 2 * num_passes if first.block is not None else 1
             sent["gather"][dtype] += elements * num_bytes * times
         return {collective: dict(by_dtype) for collective, by_dtype in sent.items()}
 
@@ -247,26 +257,3 @@ def _part_of_pipeline(spec: JobSpec, shapes: Sequence[ParameterShape], pipeline_
     before = list(shapes[: indices[0]]) if 0 in stages else []
     after = list(shapes[indices[-1] + 1 :]) if layout.num_stages - 1 in stages else []
     return [*before, *kept, *after]
-
-
-@lru_cache(maxsize=4096)
-def _weight_bytes(level: Level, parameter: _Parameter, num_owned: int) -> dict[str, int]:
-    """Return the bytes, by class, of a whole weight and of its master. num_owned: elements that the rank steps."""
-    weight = WEIGHT_FORMATS[level.weight if parameter.is_converted else "fp32"]
-    master = MASTER_WEIGHT_FORMATS[level.master_weight if parameter.is_converted else "none"]
-    return {
-        "weights": weight.num_code_bytes(parameter.num_elements),
-        "master_weights": master.num_code_bytes(num_owned),
-        "scales": weight.num_scale_bytes(parameter.num_elements) + master.num_scale_bytes(num_owned),
-        "other": AMAX_BYTES if parameter.is_converted and level.weight != "fp32" else 0,
-    }
-
-
-@lru_cache(maxsize=4096)
-def _moment_bytes(level: Level, optimizer: OptimizerName, num_elements: int, num_owned: int) -> dict[str, int]:
-    """Bytes, by class, of the optimizer's states. num_elements: of the whole parameter, which decide the format."""
-    found = {"scales": 0}
-    for state, stored in state_formats(level, num_elements, optimizer).items():
-        found[state] = stored.num_code_bytes(num_owned)
-        found["scales"] += stored.num_scale_bytes(num_owned)
-    return found

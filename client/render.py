@@ -274,15 +274,15 @@ def _column_of(metric: str) -> str:
 
 
 def models_table(families: Sequence[ModelFamily]) -> Group:
-    """Presets with parameters and bytes; a column stands for all levels that take the same bytes for every preset."""
+    """Presets with parameters and bytes; a column stands for all levels whose bytes read alike for every preset."""
     presets = [(family.family, preset) for family in families for preset in family.presets]
-    columns: dict[tuple[int, ...], list[str]] = {}
+    columns: dict[tuple[str, ...], list[str]] = {}
     for level in presets[0][1].bytes_by_level if presets else ():
-        columns.setdefault(tuple(preset.bytes_by_level[level] for _, preset in presets), []).append(level)
+        columns.setdefault(tuple(num_bytes(preset.bytes_by_level[level]) for _, preset in presets), []).append(level)
     names = [f"{levels[0]}, …" if len(levels) > 1 else levels[0] for levels in columns.values()]
     grid = table("PRESET", "PARAMS", *names, right=("PARAMS", *names))
     for row, (family, preset) in enumerate(presets):
-        sizes = (num_bytes(bytes_of_presets[row]) for bytes_of_presets in columns)
+        sizes = (bytes_of_presets[row] for bytes_of_presets in columns)
         name = preset.name if preset.name.startswith(family) else f"{preset.name} ({family})"
         grid.add_row(name, magnitude(preset.num_parameters), *sizes)
     others = [

@@ -10,8 +10,8 @@ sends one whole at first, and then what changes in it.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -147,6 +147,10 @@ class _ListFeed:
         return True
 
 
+Key = TypeVar("Key", bound=Hashable)
+AnyFeed = TypeVar("AnyFeed", _Feed, _ListFeed)
+
+
 class Streams:
     """All streams of one process. They live in one event loop; reads of the database have threads of their own."""
 
@@ -232,9 +236,9 @@ class Streams:
             await self._looked.wait()
 
     @contextmanager
-    def _following(self, job_id: str, source: Source[Item]) -> Iterator[_Feed]:
-        key = (source.name, job_id)
-        feed = self._feeds.setdefault(key, _Feed(job_id, source))
+    def _shared(self, feeds: dict[Key, AnyFeed], key: Key, new: AnyFeed) -> Iterator[AnyFeed]:
+        """Read a feed that all streams with this key share, as long as one of them is open. new: used by the first of them."""
+        feed = feeds.setdefault(key, new)
         feed.num_streams += 1
         self._start_reader()
         try:
@@ -242,19 +246,13 @@ class Streams:
         finally:
             feed.num_streams -= 1
             if not feed.num_streams:
-                del self._feeds[key]
+                del feeds[key]
 
-    @contextmanager
-    def _watching(self, source: ListSource) -> Iterator[_ListFeed]:
-        feed = self._lists.setdefault(source, _ListFeed(source))
-        feed.num_streams += 1
-        self._start_reader()
-        try:
-            yield feed
-        finally:
-            feed.num_streams -= 1
-            if not feed.num_streams:
-                del self._lists[source]
+    def _following(self, job_id: str, source: Source[Item]) -> AbstractContextManager[_Feed]:
+        return self._shared(self._feeds, (source.name, job_id), _Feed(job_id, source))
+
+    def _watching(self, source: ListSource) -> AbstractContextManager[_ListFeed]:
+        return self._shared(self._lists, source, _ListFeed(source))
 
     def _start_reader(self) -> None:
         if self._reader is None or self._reader.done():

@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 from octet.api_schemas import Job, JobState
 from octet.service import store
 from octet.service.db.bulk import Transaction, session_of
-from octet.service.db.tables import AttemptRow, JobRow
+from octet.service.db.tables import JobRow
 from octet.service.deps import AppContext
 from octet.service.jobs import views
 from octet.service.jobs.requests import Request, Submission
@@ -21,7 +21,7 @@ from octet.service.store.jobs import NewJob
 def rendered_jobs(session: Session, context: AppContext, rows: Sequence[ShownRow]) -> list[str]:
     """Render jobs as JSON in the order of the rows, in a transaction that only reads."""
     places = context.places.read(session, [row for row in rows if row.state is JobState.QUEUED])
-    return [views.job_json(row, places.get(row.id)) for row in rows]
+    return [views.job(row, places.get(row.id)).model_dump_json() for row in rows]
 
 
 def shown_job(session: Session, context: AppContext, row: JobRow) -> Job:
@@ -29,7 +29,7 @@ def shown_job(session: Session, context: AppContext, row: JobRow) -> Job:
     session.flush()
     queued = [row] if row.state is JobState.QUEUED else []
     places = context.places.read_while_writing(session, queued)
-    return views.job(row, store.jobs.current_attempts(session, [row]).get(row.id), places.get(row.id))
+    return views.job(_stored_row(session, row.id), places.get(row.id))
 
 
 def shown_submissions(
@@ -39,10 +39,6 @@ def shown_submissions(
     jobs = [submission.job for _, submission in pairs]
     new = {job.id: job for job in jobs if isinstance(job, NewJob)}
     known = {job.id: job for job in jobs if isinstance(job, JobRow)}
-    current: dict[str, AttemptRow] = {}
-    if known:
-        with session_of(transaction) as session:
-            current = store.jobs.current_attempts(session, list(known.values()))
     queued = [row for row in known.values() if row.state is JobState.QUEUED]
     places = context.places.read_while_writing(transaction, [*new.values(), *queued])
     asked = {submission.job.id: request for request, submission in pairs}
@@ -50,11 +46,18 @@ def shown_submissions(
     for id_, request in asked.items():
         place = places.get(id_)
         if id_ in new:
-            text = views.new_job_json(new[id_], places[id_], request.spec)
+            job = views.job(store.job_queries.shown_as_new(new[id_]), place, request.spec)
         else:
-            text = views.job(known[id_], current.get(id_), place).model_dump_json()
-        shown[id_] = Shown(id_, text, place is not None and place.why == STARTS_SOON)
+            with session_of(transaction) as session:
+                job = views.job(_stored_row(session, id_), place)
+        shown[id_] = Shown(id_, job.model_dump_json(), place is not None and place.why == STARTS_SOON)
     return [shown[submission.job.id] for _, submission in pairs]
+
+
+def _stored_row(session: Session, job_id: str) -> ShownRow:
+    row = store.job_queries.find_job(session, job_id)
+    assert row is not None, "jobs are never deleted"
+    return row
 
 
 def accepted(stored: Stored, context: AppContext) -> Response:

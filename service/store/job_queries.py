@@ -11,10 +11,14 @@ from sqlalchemy.orm import Session
 
 from octet.api_schemas import DesiredState, FailureReason, JobState
 from octet.service.db.tables import AttemptRow, JobLabelRow, JobRow
+from octet.service.store.jobs import NewJob
 
 
 class ShownRow(NamedTuple):
-    """A job with the spec as text, because to parse it takes longer than all else, and the start of its current attempt."""
+    """A job with the spec as text, because to parse it takes longer than all else, and the start of its current attempt.
+
+    The fields with defaults are those that a new job does not have yet.
+    """
 
     id: str
     name: str
@@ -25,28 +29,28 @@ class ShownRow(NamedTuple):
     priority: int
     spec_text: str
     created_at: datetime
-    started_at: datetime | None
-    finished_at: datetime | None
-    reason: FailureReason | None
-    message: str | None
-    summary: dict[str, Any] | None
-    current_attempt_id: str | None
-    num_ranks: int | None
-    num_attempts: int
-    num_failures: int
-    num_platform_failures: int
-    step: int | None
-    loss: float | None
-    tokens_per_s: float | None
-    remaining_s: float | None
-    reported_at: datetime | None
-    steps: int | None
-    placed_at: datetime | None
-    process_up_at: datetime | None
-    torch_imported_at: datetime | None
-    model_built_at: datetime | None
-    first_step_at: datetime | None
-    warmed_up_at: datetime | None
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    reason: FailureReason | None = None
+    message: str | None = None
+    summary: dict[str, Any] | None = None
+    current_attempt_id: str | None = None
+    num_ranks: int | None = None
+    num_attempts: int = 0
+    num_failures: int = 0
+    num_platform_failures: int = 0
+    step: int | None = None
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    remaining_s: float | None = None
+    reported_at: datetime | None = None
+    steps: int | None = None
+    placed_at: datetime | None = None
+    process_up_at: datetime | None = None
+    torch_imported_at: datetime | None = None
+    model_built_at: datetime | None = None
+    first_step_at: datetime | None = None
+    warmed_up_at: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,13 @@ class JobFilter:
     name: str | None = None
     tenant: str | None = None
     labels: Sequence[tuple[str, str]] = ()
+
+
+def shown_as_new(job: NewJob) -> ShownRow:
+    """Return the row of a job that was just added, as `find_job` would read it."""
+    return ShownRow(
+        job.id, job.name, job.tenant, JobState.QUEUED, DesiredState.RUN, job.pool, job.priority, job.spec_text, job.created_at
+    )
 
 
 def find_job(session: Session, job_id: str, tenant: str | None = None) -> ShownRow | None:

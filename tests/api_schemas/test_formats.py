@@ -1,5 +1,6 @@
 """The bytes of formats.py against live storage: of codecs, and of converted models with their optimizer after a step."""
 
+from collections import Counter
 from typing import get_args
 
 import pytest
@@ -13,11 +14,13 @@ from octet.api_schemas.formats import (
     MIN_QUANTIZED_ELEMENTS,
     STATE_FORMATS,
     WEIGHT_FORMATS,
-    converted_weight_bytes,
-    plain_parameter_bytes,
+    gradient_bytes,
+    moment_bytes,
+    weight_bytes,
 )
 from octet.api_schemas.levels import LEVELS, Level
 from octet.api_schemas.optimization import OPTIMIZER_STATES, OptimizerName, OptimizerSpec
+from octet.api_schemas.planned_states import CLASSES
 from octet.worker import initialize, memory_report
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.operand import OperandScaling
@@ -32,6 +35,15 @@ CPU = torch.device("cpu")
 SIZES = (1, 127, 128, 129, 4095, 4096, 100_000)
 SHAPES = ((16, 17), (63, 65), (64, 64), (17, 241), (250, 400))
 CONVERTING = [name for name, row in LEVELS.items() if row.has_own_fp8]
+
+
+def parameter_bytes(level: Level, num_elements: int, is_converted: bool, optimizer: OptimizerName = "adamw") -> dict[str, int]:
+    """Add up the parts of a parameter on one rank."""
+    found = Counter(dict.fromkeys(CLASSES, 0))
+    found.update(weight_bytes(level, is_converted, num_elements, num_elements))
+    found.update(gradient_bytes(level.weight_gradient if is_converted else "fp32", num_elements))
+    found.update(moment_bytes(level, optimizer, num_elements, num_elements))
+    return dict(found)
 
 
 def test_every_format_of_the_table_is_known() -> None:
@@ -62,7 +74,7 @@ def test_a_weight_and_its_gradient_of_any_size(level: str) -> None:
         values = torch.ones(num_elements)
         parameter = nn.Parameter(values)
         encoded = encode_weight(values, row)
-        live = dict.fromkeys(converted_weight_bytes(row, 1), 0)
+        live = dict.fromkeys(CLASSES, 0)
         if encoded is not None:
             weight = Float8Weight(*encoded)
             weight.state.wide = values if row.master_weight == "fp16+scale" else None
@@ -79,7 +91,7 @@ def test_a_weight_and_its_gradient_of_any_size(level: str) -> None:
         for kind in ("exp_avg", "exp_avg_sq", "master_weights"):
             for name, part in states.get(kind, {}).items():
                 live["scales" if name == "dequant_scale" else kind] += num_bytes(part)
-        assert converted_weight_bytes(row, num_elements) == live, num_elements
+        assert parameter_bytes(row, num_elements, True) == live, num_elements
 
 
 def num_bytes(tensor: torch.Tensor | None) -> int:
@@ -104,7 +116,7 @@ def test_a_converted_weight(level: str, optimizer_name: OptimizerName) -> None:
             if isinstance(scaling, OperandScaling)
             for buffer in scaling.buffers()
         )
-        assert converted_weight_bytes(LEVELS[level], num_elements, optimizer_name) == live, num_elements
+        assert parameter_bytes(LEVELS[level], num_elements, True, optimizer_name) == live, num_elements
 
 
 @pytest.mark.filterwarnings("ignore:nothing was converted")
@@ -119,11 +131,11 @@ def test_a_plain_parameter(level: str) -> None:
         optimizer.step()
         live = memory_report(model, optimizer)
         live["other"] = 0  # the state of loss scaling
-        assert plain_parameter_bytes(LEVELS[level], num_elements) == live
+        assert parameter_bytes(LEVELS[level], num_elements, False) == live
 
 
 @pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
 def test_the_promise_of_a_level_is_the_sum_of_its_formats(level: Level) -> None:
     for num_elements in (MIN_QUANTIZED_ELEMENTS * 16, 4096 * 4096):
-        per_parameter = sum(converted_weight_bytes(level, num_elements).values()) / num_elements
+        per_parameter = sum(parameter_bytes(level, num_elements, True).values()) / num_elements
         assert level.bytes_per_parameter - 0.2 <= per_parameter <= level.bytes_per_parameter

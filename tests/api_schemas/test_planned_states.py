@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from octet.api_schemas import PRESETS, JobSpec
+from octet.api_schemas.catalog import model_families
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.shapes import ParameterShape
@@ -174,6 +175,14 @@ def test_tensor_ranks_divide_what_the_networks_plan_divides(family: str) -> None
 def test_one_rank_of_every_family_at_every_level(family: str, level: str) -> None:
     spec = job(MODELS[family], level)
     assert planned(spec).held == measured(spec)[0]
+
+
+@pytest.mark.parametrize("level", ["bf16-amp", "te", "O2", "O3-split-8bit"])
+@pytest.mark.parametrize(("family", "preset"), [("llama", "llama-tiny"), ("swin", "swin-tiny")])
+def test_the_catalog_shows_what_a_rank_holds(family: str, preset: str, level: str) -> None:
+    (shown,) = (known for entry in model_families() for known in entry.presets if known.name == preset)
+    held, _ = measured(job({"family": family, "preset": preset}, level))
+    assert shown.bytes_by_level[level] == sum(held.values())
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (

@@ -1,8 +1,6 @@
 """Object stores for tests: fsspec's own in memory, and a server of files over HTTP on loopback that can be out of order."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import fsspec
 
 from octet.api_schemas import ANY_FILE, Files
 from octet.api_schemas.data.stores import StoreAccess
+from tests.kit.servers import running
 
 
 def upload(path: Path, name: str) -> str:
@@ -77,14 +76,6 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def serving(contents: dict[str, bytes]) -> Iterator[Server]:
+def serving(contents: dict[str, bytes]) -> AbstractContextManager[Server]:
     """Serve files until the end of the block."""
-    with Server(contents) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    return running(Server(contents))

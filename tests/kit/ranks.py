@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing
@@ -24,3 +25,17 @@ def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], num_ranks: 
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
     torch.multiprocessing.start_processes(work, arguments, nprocs=num_ranks, start_method="forkserver")
+
+
+def saved_by_ranks(folder: Path, num_ranks: int) -> list[Any]:
+    """Return what each rank has saved in the folder under its number."""
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def refusal_of(call: Callable[[], Any]) -> str:
+    """Return the message of the ValueError that a call raises, in a rank that tells it to its test."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"

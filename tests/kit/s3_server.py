@@ -4,12 +4,12 @@ Source of the answers: docs.aws.amazon.com/AmazonS3/latest/API, GetObject and Li
 """
 
 import hashlib
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from tests.kit.servers import running
 
 DATE = "Sun, 22 Nov 2026 12:00:00 GMT"
 
@@ -76,14 +76,6 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def serving_s3(bucket: str, objects: dict[str, bytes]) -> Iterator[S3Server]:
+def serving_s3(bucket: str, objects: dict[str, bytes]) -> AbstractContextManager[S3Server]:
     """Serve a bucket on loopback until the end of the block."""
-    with S3Server(bucket, objects) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    return running(S3Server(bucket, objects))

@@ -15,6 +15,7 @@ from octet.service.cluster.launcher import LauncherError
 from octet.service.cluster.ray import calls
 from octet.service.cluster.ray.calls import HostedLauncher, Start
 from octet.service.cluster.ray.host import Calls
+from tests.kit.servers import running
 from tests.service.conftest import POOLS
 
 REF = AttemptRef(attempt_id="att_1", epoch=3)
@@ -68,14 +69,8 @@ class Cluster(FakeLauncher):
 
 @contextmanager
 def answering(path: Path, cluster: Any) -> Iterator[HostedLauncher]:
-    with Calls(path, cluster) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield HostedLauncher(lambda: str(path), POOLS, warm_idle_s=5)
-        finally:
-            server.shutdown()
-            thread.join()
+    with running(Calls(path, cluster)):
+        yield HostedLauncher(lambda: str(path), POOLS, warm_idle_s=5)
 
 
 @contextmanager

@@ -121,9 +121,9 @@ class World:
 
     def job(self, job_id: str) -> Job:
         with self.database.read() as session:
-            row = store.jobs.find_job(session, job_id)
+            row = store.job_queries.find_job(session, job_id)
             assert row is not None
-            return views.job(row, store.jobs.current_attempts(session, [row]).get(row.id), None)
+            return views.job(row, None)
 
     def attempts(self, job_id: str) -> list[AttemptRow]:
         with self.database.read() as session:

@@ -1,22 +1,27 @@
 """Trace jobs on request: `python -m octet.worker.planning` reads one JSON line for each and answers one.
 
-Everything is loaded once; each trace runs in a forked child with limits of time and memory, so that nothing it does stays. The
-parent never runs a backward pass, since autograd does not survive a fork. It ends when its input does.
+Everything is loaded once. For each number of sequences that a job is traced with, a forked child with limits of time and
+memory does it, so that nothing it does stays, and a job's children run side by side; the traces of one child share what torch
+keeps of ops it has seen. The parent never runs a backward pass, since autograd does not survive a fork. It ends when its input
+does.
 """
 
 import gc
+import json
 import os
 import resource
 import selectors
 import signal
 import sys
 from collections import deque
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
 
+from octet.api_schemas import JobSpec
 from octet.api_schemas.plan import TraceReply, TraceRequest
-from octet.worker.planning.fake_gpu import device
-from octet.worker.planning.moments import peak_of
-from octet.worker.planning.trace import NotTraced
+from octet.worker.planning.fake_gpu import fake_gpu
+from octet.worker.planning.moments import counts, peak_of, traces_of
+from octet.worker.planning.trace import Moment, NotTraced, Trace, check
 
 CPU_S = 60
 DEADLINE_S = 300
@@ -24,14 +29,43 @@ MEMORY_BYTES = 4 << 30
 MOST_CHILDREN = 4
 
 
+@dataclass
+class Plan:
+    """A request with the traces that it has so far, by their number of sequences."""
+
+    request: TraceRequest
+    traces: dict[int, list[Trace]] = field(default_factory=dict)
+    is_answered: bool = False
+
+    def answer(self, reply: TraceReply) -> None:
+        """Write the reply, once."""
+        if not self.is_answered:
+            self.is_answered = True
+            sys.stdout.write(reply.model_dump_json() + "\n")
+            sys.stdout.flush()
+
+    def fail(self, reason: str) -> None:
+        """Answer with the reason for which there is no peak."""
+        self.answer(TraceReply(id=self.request.id, reason=reason))
+
+
+class Child(NamedTuple):
+    """A process that traces a plan's job with so many sequences. result: the file into which it writes its traces."""
+
+    process_id: int
+    plan: Plan
+    num_sequences: int
+    result: int
+
+
 class Planner:
-    """The requests that wait, and the children that run."""
+    """The traces that wait, and the children that run."""
 
     def __init__(self) -> None:
         self.selector = selectors.PollSelector()  # which takes a file as input, too
-        self.waiting: deque[TraceRequest] = deque()
-        self.children: dict[int, tuple[int, str]] = {}
-        """By the descriptor of a child: its process id, and the id of its request."""
+        self.waiting: deque[tuple[Plan, int]] = deque()
+        self.children: dict[int, Child] = {}
+        """By the descriptor of the process."""
         self._unread = b""
 
     def run(self) -> None:
@@ -45,54 +79,97 @@ class Planner:
                 else:
                     self._reap(key.fd)
             while self.waiting and len(self.children) < min(os.cpu_count() or 1, MOST_CHILDREN):
-                self._start(self.waiting.popleft())
+                self._start(*self.waiting.popleft())
 
     def _read(self, stdin: int) -> None:
         chunk = os.read(stdin, 1 << 16)
         if not chunk:
             self.selector.unregister(stdin)
         *lines, self._unread = (self._unread + chunk).split(b"\n")
-        self.waiting += [TraceRequest.model_validate_json(line) for line in lines if line.strip()]
+        for line in filter(bytes.strip, lines):
+            plan = Plan(TraceRequest.model_validate_json(line))
+            try:
+                check(plan.request.job)
+            except NotTraced as error:
+                plan.fail(str(error))
+            else:
+                _, sequences = counts(plan.request.job)
+                self.waiting += [(plan, num_sequences) for num_sequences in sequences]
 
-    def _start(self, request: TraceRequest) -> None:
-        child = os.fork()
-        if not child:
-            _answer(request)
-        descriptor = os.pidfd_open(child)
-        self.children[descriptor] = child, request.id
+    def _start(self, plan: Plan, num_sequences: int) -> None:
+        if plan.is_answered:  # its other child failed
+            return
+        result = os.memfd_create("traces")
+        process_id = os.fork()
+        if not process_id:
+            _trace_in_child(plan.request.job, num_sequences, result)
+        descriptor = os.pidfd_open(process_id)
+        self.children[descriptor] = Child(process_id, plan, num_sequences, result)
         self.selector.register(descriptor, selectors.EVENT_READ)
 
     def _reap(self, descriptor: int) -> None:
-        child, request_id = self.children.pop(descriptor)
+        child = self.children.pop(descriptor)
         self.selector.unregister(descriptor)
         os.close(descriptor)
-        _, status = os.waitpid(child, 0)
+        _, status = os.waitpid(child.process_id, 0)
+        with os.fdopen(child.result) as result:
+            result.seek(0)
+            content = result.read()
         if status:
             limits = f"{CPU_S} s of CPU, {DEADLINE_S} s, {MEMORY_BYTES >> 30} GiB"
-            _write(TraceReply(id=request_id, reason=f"the trace ended with status {status}; its limits are {limits}"))
+            child.plan.fail(f"the trace ended with status {status}; its limits are {limits}")
+            return
+        _note(child.plan, child.num_sequences, _read(content))
 
 
-def _answer(request: TraceRequest) -> NoReturn:
-    """Trace a request in this child, and end."""
+def _note(plan: Plan, num_sequences: int, found: list[Trace] | str) -> None:
+    """Note traces, or the reason for which there are none. The last ones of a plan complete it."""
+    if isinstance(found, str):
+        plan.fail(found)
+        return
+    plan.traces[num_sequences] = found
+    job = plan.request.job
+    _, sequences = counts(job)
+    if plan.traces.keys() == set(sequences):
+        try:
+            peak = peak_of(job, [plan.traces[number] for number in sequences])
+        except ValueError as error:
+            plan.fail(f"its traces do not fit each other: {error}")
+        else:
+            plan.answer(TraceReply(id=plan.request.id, peak=peak))
+
+
+def _trace_in_child(job: JobSpec, num_sequences: int, result: int) -> NoReturn:
+    """Write the traces of a job, or the reason for which there are none, and end."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     signal.alarm(DEADLINE_S)
+    found: list[Trace] | str
     try:
-        _write(TraceReply(id=request.id, peak=peak_of(request.job)))
+        found = traces_of(job, num_sequences)
     except NotTraced as error:
-        _write(TraceReply(id=request.id, reason=str(error)))
+        found = str(error)
     except Exception as error:  # noqa: BLE001 - whatever a step raises is the answer
-        _write(TraceReply(id=request.id, reason=f"the step raised {type(error).__name__}: {error}"[:1000]))
+        found = f"the step raised {type(error).__name__}: {error}"[:1000]
+    with os.fdopen(result, "w") as file:
+        json.dump(found, file)
     os._exit(0)
 
 
-def _write(reply: TraceReply) -> None:
-    """Write a line at once, as children write too: no other's is inside of it, as long as the pipe takes it whole."""
-    os.write(sys.stdout.fileno(), reply.model_dump_json().encode() + b"\n")
+def _read(content: str) -> list[Trace] | str:
+    """Return what a child has written."""
+    found = json.loads(content)
+    if isinstance(found, str):
+        return found
+    return [
+        Trace([[Moment(*moment) for moment in phase] for phase in phases], num_bytes_before, held)
+        for phases, num_bytes_before, held in found
+    ]
 
 
 def main() -> int:
-    device()
+    with fake_gpu():
+        pass  # torch loads its compiler with the first fake tensors, for a second and a half that each child would take
     gc.collect()
     gc.freeze()
     Planner().run()

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from octet.worker.fp8.convert import filter_layers
 from octet.worker.fp8.speedups import Chip
 from octet.worker.kernels import library
-from octet.worker.kernels.cuda import gemm
+from octet.worker.kernels.cuda import gemm, gradient_norms
 from octet.worker.optim.fused import FusedStep
 from octet.worker.prepare import convert
 
@@ -97,6 +97,7 @@ def fake_gpu() -> Iterator[torch.device]:
                 lambda model, names, rules, tokens, _: filter_layers(model, names, rules, tokens, CHIP),
             ),
             (FusedStep, "_send", _send),
+            (gradient_norms, "_sent", _sent),
             (Tensor, "is_cuda", property(lambda tensor: tensor.device.type == DEVICE_TYPE)),
             (nn.functional, "scaled_dot_product_attention", attention),
             (torch.cuda, "get_device_capability", lambda *_device: HOPPER),  # a broadcast asks for it
@@ -155,9 +156,14 @@ def attention(
 def _send(step: FusedStep, name: Any, content: Any, on: torch.device, rows: Callable[[Any], Any], dtype: torch.dtype) -> Tensor:
     """Allocate the table on the device with its right size. Later calls return the first table."""
     if (name, on) not in step.sent:
-        table = rows(content)
-        step.sent[name, on] = (None, torch.empty(len(table), len(table[0]), dtype=dtype, device=on))
+        step.sent[name, on] = (None, _sent(name, content, on, dtype, rows))
     return step.sent[name, on][1]
+
+
+def _sent(_name: Any, content: Any, on: torch.device, dtype: torch.dtype, rows: Callable[[Any], Any]) -> Tensor:
+    """Allocate a table without its values, which are a row for each of some 100,000 chunks."""
+    table = rows(content)
+    return torch.empty(len(table), len(table[0]), dtype=dtype, device=on)
 
 
 def _to_empty(model: nn.Module, *, device: torch.device) -> nn.Module:

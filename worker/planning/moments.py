@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from octet.api_schemas import JobSpec
 from octet.api_schemas.plan import Peak, PeakLine
-from octet.worker.planning.trace import Moment, Trace, check, trace
+from octet.worker.planning.trace import Moment, Trace, trace
 
 NEGLIGIBLE = 1.001
 
@@ -28,11 +28,15 @@ class Moments(NamedTuple):
     held: dict[str, int]
 
 
-def peak_of(spec: JobSpec) -> Peak:
-    """Return the peak of a job's step on its first rank. Raises NotTraced."""
-    check(spec)
-    blocks, sequences = counts(spec)
-    traces = [[trace(spec, num_blocks, num_sequences) for num_blocks in blocks] for num_sequences in sequences]
+def traces_of(spec: JobSpec, num_sequences: int) -> list[Trace]:
+    """Return the traces of a step with so many sequences, one for each number of blocks. Raises NotTraced."""
+    blocks, _ = counts(spec)
+    return [trace(spec, num_blocks, num_sequences) for num_blocks in blocks]
+
+
+def peak_of(spec: JobSpec, traces: Sequence[Sequence[Trace]]) -> Peak:
+    """Return the peak of a job's step on its first rank. traces: for each number of sequences, those of `traces_of`."""
+    blocks, _ = counts(spec)
     found = extrapolate(traces, blocks, depth_of(spec))
     peak = max(first for first, _ in found.moments)
     lines = _largest({(2 * first - second, second - first) for first, second in found.moments})

@@ -16,7 +16,7 @@ from octet.worker.fp8 import collectives
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.rounding_position import RoundingPosition
 from tests.kit.ports import free_port
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import run_ranks, saved_by_ranks
 
 SHAPE = (16, 32)
 ONE_CODE = 2**-3
@@ -324,7 +324,7 @@ def run(rank: int, port: int, folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(run, (free_port(), str(folder)), 2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return saved_by_ranks(folder, 2)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

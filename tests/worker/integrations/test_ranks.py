@@ -1,7 +1,6 @@
 """Trainers of others on two ranks: transformers' Trainer through `octet.parallelize`, Accelerate's DDP, torch's FSDP2."""
 
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from octet import initialize
 from tests.kit.gathers import counted_gathers
 from tests.kit.ports import free_port
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import refusal_of, run_ranks, saved_by_ranks
 from tests.kit.small_model import Small
 from tests.worker.integrations.bits import assert_same_bits
 
@@ -52,7 +51,7 @@ def train_with_transformers(rank: int, port: int, folder: str) -> None:
         if rank == 0:
             assert_is_plain(Path(folder) / level / "checkpoint-4", whole.model)
     for option, value in (("ddp_find_unused_parameters", False), ("fsdp", True)):
-        found[option] = message(partial(trainer, Path(folder), "O2", **{option: value}))
+        found[option] = refusal_of(partial(trainer, Path(folder), "O2", **{option: value}))
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -61,7 +60,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     from tests.worker.integrations.test_trainer import CLOSE, losses, trainer
 
     run_ranks(train_with_transformers, (free_port(), str(tmp_path)), NUM_RANKS)
-    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
+    found = saved_by_ranks(tmp_path, NUM_RANKS)
     alone = trainer(tmp_path / "alone", None, per_device_train_batch_size=4, **OPTIONS)
     alone.train()
     for level in TRAINED:
@@ -103,14 +102,6 @@ def train_small(level: str, strategy: str, rank: int, num_ranks: int) -> dict[st
     return {name: weight.full_tensor() if isinstance(weight, DTensor) else weight for name, weight in whole.items()}
 
 
-def message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
-
-
 def train_by_torchs_wrappers(rank: int, port: int, folder: str) -> None:
     as_under_torchrun(rank, port)
     Accelerator(cpu=True)  # makes the process group
@@ -129,7 +120,7 @@ def train_by_torchs_wrappers(rank: int, port: int, folder: str) -> None:
 def wrapped(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("wrapped")
     run_ranks(train_by_torchs_wrappers, (free_port(), str(folder)), NUM_RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
+    return saved_by_ranks(folder, NUM_RANKS)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

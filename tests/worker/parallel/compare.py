@@ -12,7 +12,7 @@ from octet.api_schemas import EvaluationReport
 from octet.api_schemas.levels import LEVELS
 from octet.worker.common.config import RankEnv
 from tests.kit.ports import free_port
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import run_ranks, saved_by_ranks
 from tests.kit.training import Recorder
 from tests.worker.parallel.job_runs import checkpoint_ref, job, run_job
 from tests.worker.parallel.tensor_runs import LOSS_TOLERANCE, NORM_TOLERANCE, Case, Result, make, reference
@@ -38,7 +38,7 @@ def found_by_ranks(
     loaded what they need: a world of two starts in 0.1 s.
     """
     run_ranks(work, ([free_port() for _ in range(num_worlds)], str(folder), cases), num_ranks)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) | {"folder": folder} for rank in range(num_ranks)]
+    return [found | {"folder": folder} for found in saved_by_ranks(folder, num_ranks)]
 
 
 def chosen_cases(

@@ -14,7 +14,7 @@ from octet.worker.mesh import Axis, Mesh
 from octet.worker.parallel import GradientBuckets, broadcast_parameters
 from octet.worker.train.resume import random_state, set_random_state
 from tests.kit.ports import free_port
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import run_ranks, saved_by_ranks
 
 AXES = {"data": 2, "world": 4}
 """Axes of one mesh of 4 ranks, with their sizes."""
@@ -162,7 +162,7 @@ def late(axis: Axis) -> list[str]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(work, (free_port(), str(folder)), 4)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    return saved_by_ranks(folder, 4)
 
 
 def of_axis(results: list[Result], axis: str) -> list[Result]:

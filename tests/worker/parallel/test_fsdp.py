@@ -26,7 +26,7 @@ from octet.worker.optim import LowBitAdamW
 from octet.worker.parallel import Parallel
 from tests.kit.gathers import counted_gathers
 from tests.kit.ports import free_port
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import refusal_of, run_ranks
 
 OF_CODES = ("O1", "O2", "O3", "O3-split")
 NUM_STEPS, ROWS, HIDDEN, WIDTH = 3, 33, 160, 128
@@ -210,15 +210,7 @@ def refusals(rank: int) -> dict[str, str]:
         exact_state_dict(sharded("O2")[0])
 
     calls = (by_columns, in_bf16, with_optimizer, on_meta, written_in_a_pass, demoted, exact_parts)
-    return {call.__name__: message(call) for call in calls}
-
-
-def message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
+    return {call.__name__: refusal_of(call) for call in calls}
 
 
 def writes(rank: int) -> dict[str, bool]:

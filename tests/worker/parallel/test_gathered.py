@@ -20,7 +20,7 @@ from octet.worker.fp8.gathered import GatheredWeight, ShardedWeight
 from octet.worker.fp8.linear import Float8Linear
 from tests.golden.record import digest
 from tests.kit.ports import free_port
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import refusal_of, run_ranks, saved_by_ranks
 from tests.kit.small_model import Small
 
 NUM_STEPS = 4
@@ -213,22 +213,14 @@ def refusals() -> dict[str, str]:
         assert isinstance(model.first.weight, GatheredWeight)
         model.first.weight.float().sum()
 
-    return {call.__name__: message(call) for call in (cut_columns, demoted, read_values)}
-
-
-def message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
+    return {call.__name__: refusal_of(call) for call in (cut_columns, demoted, read_values)}
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.matrix)])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("gathered")
     run_ranks(work, (request.param, free_port(), str(folder)), request.param)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(request.param)]
+    return saved_by_ranks(folder, request.param)
 
 
 @pytest.mark.parametrize("case", CASES)

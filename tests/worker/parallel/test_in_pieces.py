@@ -5,10 +5,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from tests.kit.ports import free_port
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import run_ranks, saved_by_ranks
 from tests.kit.text import write_corpus
 from tests.worker.parallel.init_runs import HIDDEN, LARGEST, PIECE, Result, document, save_network, work
 
@@ -60,7 +59,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         jobs = {" ".join(map(str, case)): document(corpus, *case[:3], **{case[3]: case[4]}) for case in own}
         ports = {name: (free_port(), free_port(), free_port()) for name in jobs}
         run_ranks(work, (str(folder), ports, jobs), num_ranks)
-        ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+        ranks = saved_by_ranks(folder, num_ranks)
         return {case: [rank[" ".join(map(str, case))] for rank in ranks] for case in own}
 
     return lambda case: of_world(case[2], *(() if in_every_run else case[:2]))[case]

@@ -14,7 +14,7 @@ from octet.worker.mesh import Axes
 from octet.worker.parallel.loop import ParallelLoop
 from tests.golden.record import digest
 from tests.kit.ports import free_port
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import run_ranks, saved_by_ranks
 
 STAGES = (0, 1, 2, 3)
 CASES = [(stage, level, accumulates) for stage in STAGES for level, accumulates in (("O2", False), ("O3-split", True))]
@@ -139,7 +139,7 @@ def work(rank: int, port: int, folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(work, (free_port(), str(folder)), 2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return saved_by_ranks(folder, 2)
 
 
 @pytest.mark.parametrize(("stage", "level", "accumulates"), CASES)

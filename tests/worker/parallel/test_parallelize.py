@@ -18,7 +18,7 @@ from octet.worker.parallel import GradientBuckets
 from octet.worker.parallel.buckets import CodesBucket, WideBucket
 from tests.golden.record import digest
 from tests.kit.ports import free_port
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import run_ranks, saved_by_ranks
 from tests.kit.small_model import FP8_LEVELS, Small, make
 
 NUM_RANKS = 2
@@ -142,7 +142,7 @@ def work(rank: int, port: int, folder: str) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(work, (free_port(), str(folder)), NUM_RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
+    return saved_by_ranks(folder, NUM_RANKS)
 
 
 def test_ranks_that_start_apart_train_one_model(results: list[Result]) -> None:

@@ -14,7 +14,7 @@ from octet.worker.mesh import Mesh
 from octet.worker.train.loop import Trainer
 from tests.golden.record import document
 from tests.kit.ports import free_port
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import run_ranks, saved_by_ranks
 from tests.kit.text import write_corpus
 from tests.kit.training import Recorder
 
@@ -59,7 +59,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str,
     folder = tmp_path_factory.mktemp("stop")
     write_corpus(folder / "corpus")
     run_ranks(work, ([free_port() for _ in range(5)], str(folder)), 2)
-    found = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    found = saved_by_ranks(folder, 2)
     assert [saved.step for saved in complete_in(folder / "paused" / "checkpoints")] == [STEPS, STOPPED_AT]
     assert complete_in(folder / "refused" / "checkpoints") == ()
     return found

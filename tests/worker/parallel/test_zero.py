@@ -21,7 +21,7 @@ from octet.worker.train.loop import Trainer
 from tests.golden.record import digest
 from tests.golden.record import document as golden_job
 from tests.kit.ports import free_port
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import run_ranks, saved_by_ranks
 from tests.kit.text import write_corpus
 from tests.kit.training import Recorder
 from tests.worker.parallel.reference import (
@@ -276,7 +276,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     cases = sorted({(params["axis"], params["level"], params["stage"]) for params in chosen} | {*needed})
     corpus = write_corpus(folder / "corpus")
     run_ranks(work, ([free_port() for _ in range(4)], str(folder), str(corpus), cases), 4)
-    found: list[Result] = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    found: list[Result] = saved_by_ranks(folder, 4)
     return [result | {"folder": folder, "corpus": corpus} for result in found]
 
 

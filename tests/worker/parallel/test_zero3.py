@@ -25,7 +25,7 @@ from octet.worker.train.loop import Trainer
 from tests.golden.record import digest
 from tests.golden.record import document as golden_job
 from tests.kit.ports import free_port
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import refusal_of, run_ranks, saved_by_ranks
 from tests.kit.text import write_corpus
 from tests.kit.training import Recorder
 from tests.worker.parallel.reference import (
@@ -181,19 +181,14 @@ def codes_alone(axis: Axis) -> list[str]:
     return states
 
 
-def message(call: Any) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
-
-
 def refusals(axis: Axis) -> dict[str, str]:
     parallel = prepared(axis, "O3")
-    said = {"copy": message(lambda: copy.deepcopy(parallel.model.blocks)), "flat": message(lambda: parallel_on(axis, "O3", 3))}
+    said = {
+        "copy": refusal_of(lambda: copy.deepcopy(parallel.model.blocks)),
+        "flat": refusal_of(lambda: parallel_on(axis, "O3", 3)),
+    }
     parallel.model.blocks[1]._compiled_call_impl = parallel.model.blocks[1]._call_impl  # all that torch's compile() sets
-    return said | {"compiled": message(parallel.publish)}
+    return said | {"compiled": refusal_of(parallel.publish)}
 
 
 def job(corpus: str, stage: int) -> JobSpec:
@@ -250,7 +245,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     cases = sorted({tuple(params[name] for name in ("axis", "level", "stage", "kind")) for params in chosen} | {MEASURED})
     corpus = write_corpus(folder / "corpus")
     run_ranks(work, ([free_port() for _ in range(4)], str(folder), str(corpus), cases), 4)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    return saved_by_ranks(folder, 4)
 
 
 @pytest.mark.parametrize(("axis", "level", "stage", "kind"), CASES)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from octet.api_schemas.levels import LEVELS
-from tests.kit.ranks import run_ranks
+from tests.kit.ranks import run_ranks, saved_by_ranks
 from tests.kit.text import write_corpus
 from tests.worker.parallel.zoo_runs import NUM_RANKS, NUM_STEPS, Case, Run, both
 
@@ -63,7 +63,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     chosen = {item.callspec.params["case"] for item in tests if hasattr(item, "callspec")}
     cases = [REFERENCE, *sorted(case for case in chosen if isinstance(case, Case))]
     run_ranks(work, (cases, str(folder)), NUM_RANKS)
-    ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
+    ranks = saved_by_ranks(folder, NUM_RANKS)
     return {case: [rank[case] for rank in ranks[: case.num_ranks]] for case in cases}
 
 

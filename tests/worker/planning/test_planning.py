@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -13,7 +14,7 @@ import pytest
 from octet.api_schemas.plan import TraceReply, TraceRequest
 from octet.worker.planning.moments import extrapolate
 from octet.worker.planning.trace import Moment, Trace
-from tests.kit.waiting import LONG_S
+from tests.kit.waiting import LONG_S, wait_until
 from tests.worker.planning.traced import CASES, GPT, LLAMA, spec_of
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -113,3 +114,27 @@ def test_the_process_answers_a_line_for_each_request() -> None:
     assert found["large"].peak.bytes > found["large"].peak.before > 0
     most = found["traced"].peak.bytes
     assert found["traced"].peak.largest_micro_batch(2, 4 * most) >= 2
+
+
+@pytest.mark.slow
+def test_a_child_that_is_killed_is_the_reason_for_one_job_alone() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "octet.worker.planning"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for name in ("killed", "traced"):
+            process.stdin.write(TraceRequest(id=name, job=spec_of(LLAMA)).model_dump_json() + "\n")
+        process.stdin.flush()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: bool(children.read_text()))
+        os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+        killed, traced_job = (TraceReply.model_validate_json(process.stdout.readline()) for _ in range(2))
+        process.stdin.close()
+        assert process.wait(LONG_S) == 0
+    assert killed.id == "killed"
+    assert "status 9" in (killed.reason or "")
+    assert traced_job.id == "traced"
+    assert traced_job.peak is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 from octet.api_schemas import JobSpec
 from octet.api_schemas.planned_states import states_of
-from octet.worker.planning.moments import counts, depth_of, extrapolate, peak_of
+from octet.worker.planning.moments import counts, depth_of, extrapolate, peak_of, traces_of
 from octet.worker.planning.trace import trace
 
 NUM_BLOCKS = 6
@@ -60,7 +60,8 @@ def found(spec: JobSpec) -> dict[str, Any]:
 def wider() -> dict[str, Any]:
     """Return the peak at four times the micro-batch, by its lines and by tracing it."""
     spec = spec_of(LLAMA)
-    peak = peak_of(spec)
+    _, sequences = counts(spec)
+    peak = peak_of(spec, [traces_of(spec, number) for number in sequences])
     by_lines = max(line.base + 4 * line.growth for line in peak.by_micro_batch)
     moments = [moment for phase in trace(spec, NUM_BLOCKS, 8).phases for moment in phase]
     return {"peak": by_lines, "whole_peak": max(moment.num_bytes for moment in moments)}

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from octet.worker.reporting.connection import FAILURES, Answer, Connection
+from tests.kit.servers import running
 from tests.kit.waiting import LONG_S
 
 
@@ -53,18 +54,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-@contextmanager
 def connected(server: Server) -> Iterator[Connection]:
     connection = Connection(f"http://127.0.0.1:{server.server_port}/reports", "secret", 30)
     try:
@@ -74,13 +63,13 @@ def connected(server: Server) -> Iterator[Connection]:
 
 
 def test_requests_share_a_connection_and_carry_the_token() -> None:
-    with serving() as server, connected(server) as connection:
+    with running(Server()) as server, connected(server) as connection:
         assert [connection.post(b"{}") for _ in range(3)] == [Answer(200, b"200")] * 3
     assert server.heard == [(1, "/reports", "Bearer secret", b"{}")] * 3
 
 
 def test_a_connection_that_the_server_has_closed_is_opened_again() -> None:
-    with serving() as server, connected(server) as connection:
+    with running(Server()) as server, connected(server) as connection:
         server.answers = ["200 closes"]
         connection.post(b"1")
         assert server.closed.wait(LONG_S)
@@ -91,7 +80,7 @@ def test_a_connection_that_the_server_has_closed_is_opened_again() -> None:
 
 
 def test_after_half_an_answer_the_next_request_has_its_own() -> None:
-    with serving() as server, connected(server) as connection:
+    with running(Server()) as server, connected(server) as connection:
         server.answers = ["half"]
         with pytest.raises(FAILURES):
             connection.post(b"1")
@@ -99,7 +88,7 @@ def test_after_half_an_answer_the_next_request_has_its_own() -> None:
 
 
 def test_nobody_there_is_a_failure() -> None:
-    with serving() as server:
+    with running(Server()) as server:
         pass
     with connected(server) as connection, pytest.raises(FAILURES):
         connection.post(b"1")
