@@ -1,6 +1,7 @@
 """Folders with FP8 weights, as others write them, start jobs and loops of one's own; codes of a level's kind stay."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from octet.api_schemas import PrecisionSpec
+from octet.api_schemas import JobSpec, PrecisionSpec
 from octet.api_schemas.models.huggingface import HuggingFaceSpec
 from octet.worker import export, load_pretrained, memory_report
+from octet.worker.common.config import RankEnv, resolve
 from octet.worker.common.errors import InvalidConfig
+from octet.worker.mesh import Mesh
 from octet.worker.prepare.initialize import prepare
 from octet.worker.pretrained import compressed as compressed_weights
 from octet.worker.pretrained.start import read_model, start_model
+from octet.worker.train.loop import Trainer
 from tests.kit.fp8_folders import FORMS, LLAMA, QWEN3, network, save_fp8
 from tests.kit.pretrained_models import from_pretrained, tensors_in
-from tests.kit.training import train, with_training
+from tests.kit.training import Recorder, train, with_training
 from tests.numerics.measure import peak_bytes
 
 IGNORED = ("model.layers.0.mlp.down_proj",)
@@ -104,7 +108,11 @@ def test_an_export_starts_a_job_and_comes_out_the_same(tmp_path: Path, spec_docu
     recorder, _ = train(document, tmp_path / "job")
     checkpoint = tmp_path / "job" / "checkpoints" / recorder.checkpoints()[0].name
     assert main([str(checkpoint), "--format", "fp8", "--out", str(tmp_path / "first")]) == 0
-    export(started(tmp_path / "first", "O3"), None, tmp_path / "second", format="fp8")
+    config = resolve(JobSpec.model_validate(document | {"model": {"path": str(tmp_path / "first")}}), RankEnv())
+    with Mesh(config.env, torch.device("cpu")) as mesh:
+        trainer = Trainer(config, mesh, Recorder(), tmp_path / "next")
+        with closing(trainer.batches), trainer.writer:
+            export(trainer.model, trainer.optimizer, tmp_path / "second", format="fp8")
     first, second = tensors_in(tmp_path / "first"), tensors_in(tmp_path / "second")
     assert first.keys() == second.keys()
     assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in first.values()) == 14
@@ -194,3 +202,18 @@ def test_a_rank_refuses_what_a_submission_refuses(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(InvalidConfig, match=r"model\.path: got model\.layers\.1\.mlp\.up_proj\.weight .* without a scale"):
         start_model(HuggingFaceSpec(path=str(tmp_path)), 0)
+
+
+def test_adapters_are_merged_into_decoded_weights(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    """The frozen model may be FP8; what is merged is plain, and transformers loads it."""
+    from octet.worker.pretrained.__main__ import main
+
+    values = save_fp8(tmp_path / "base", network("llama", LLAMA), FORMS["deepseek"])
+    document = with_training(spec_document, "O3", steps=1) | {"model": {"path": str(tmp_path / "base")}}
+    recorder, _ = train(document | {"adapter": {"rank": 4, "targets": ["*.mlp.*"]}}, tmp_path / "job")
+    checkpoint = tmp_path / "job" / "checkpoints" / recorder.checkpoints()[0].name
+    assert main([str(checkpoint), "--merge", "--format", "fp32", "--out", str(tmp_path / "merged")]) == 0
+    merged = from_pretrained(tmp_path / "merged").state_dict()
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    changed = {name for name, value in values.items() if not torch.equal(merged[name], value)}
+    assert changed == {name for name in values if ".mlp." in name}
