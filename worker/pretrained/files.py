@@ -39,11 +39,6 @@ class PretrainedFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    @property
-    def has_fp8(self) -> bool:
-        """True if some weights are FP8."""
-        return bool(self._scales)
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it."""
         return self._stored[name].shape
