@@ -72,7 +72,7 @@ def read_headers(folder: Path, files: Files = ANY_FILE) -> dict[str, StoredTenso
             raise
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise SpecConflict("model.path", path, "every file that the index names", "Download it again.") from None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             got = f"{path}, which cannot be read as safetensors: {error}"
             raise SpecConflict("model.path", got, "files with a header of safetensors", "Download it again.") from None
         found |= tensors

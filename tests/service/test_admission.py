@@ -368,6 +368,7 @@ def test_folders_that_no_rank_could_read_are_refused(
     [
         ("model.safetensors", b"\xff" * 8, "cannot be read as safetensors"),
         ("model.safetensors", b"\x05" + bytes(7) + b"[[[[[", "cannot be read as safetensors"),
+        ("model.safetensors", b"\x29" + bytes(7) + b'{"a": {"dtype": "F32", "shape": [1e999]}}', "cannot be read as"),
         ("model.safetensors", b"", "cannot be read as safetensors"),
         ("model.safetensors.index.json", b"{", "which is no index"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "../b.safetensors"}}', "model.safetensors.index.json"),
