@@ -150,6 +150,9 @@ class FamilySpec(Contract):
         """Return the sizes together with what the network's files say. Raises SpecConflict or OSError if those do not fit."""
         return self.sizes
 
+    def check_weights(self, files: Files = ANY_FILE) -> None:
+        """Raise SpecConflict or OSError if the network's files hold weights that a rank could not read."""
+
 
 class SizedSpec(FamilySpec):
     """A network by preset, by sizes, or by preset with some sizes changed. A subclass names the fields of its sizes."""

@@ -1,7 +1,8 @@
 """Any architecture of `architectures.py`, through transformers' own classes, from a configuration or a folder with weights.
 
 The control plane does not import transformers, so it counts neither parameters nor FLOPs of this family: a rank does, and
-reports them when it starts. A folder is read by the same rules as data: `config.json` at submission, all of it in the rank.
+reports them when it starts. A folder is read by the same rules as data: at submission `config.json` and, of quantized
+weights, the headers of their files; all of it in the rank.
 """
 
 import difflib
@@ -24,6 +25,7 @@ from octet.api_schemas.models.architectures import (
     TASKS,
 )
 from octet.api_schemas.models.base import Capabilities, FamilySizes, FamilySpec, Size, UncountedSizes
+from octet.api_schemas.models.weight_files import check_folder
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 1 << 20
@@ -125,7 +127,7 @@ class HuggingFaceSpec(FamilySpec):
         default=None,
         min_length=1,
         max_length=4096,
-        description="absolute path of a folder with config.json and weights as safetensors, as the workers see it",
+        description="absolute path of a folder with config.json and safetensors, plain or FP8, as the workers see it",
     )
     mask_token: int | None = Field(
         default=None, ge=0, description="the token that hides others, for masked models; default: the vocabulary's last"
@@ -209,6 +211,14 @@ class HuggingFaceSpec(FamilySpec):
         if not isinstance(config, dict):
             raise SpecConflict("model.path", path, "a configuration: a JSON object", "Save the model again.")
         return config
+
+    def check_weights(self, files: Files = ANY_FILE) -> None:
+        """Check the form of quantized weights by the headers of their files. Raises SpecConflict or OSError."""
+        if self.path is not None:
+            try:
+                check_folder(Path(self.path), self.read_config(files), files)
+            except SpecConflict as conflict:
+                raise conflict.moved_to("model.path") from None
 
     def _read(self, architecture: str, fields: _Fields) -> HuggingFaceSizes:
         if architecture not in TASKS:

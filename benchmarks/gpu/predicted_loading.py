@@ -50,6 +50,10 @@ class Shapes(PretrainedFiles):
         """Return the shape of a tensor."""
         return self._shapes[name]
 
+    def dequant_scale(self, name: str) -> Tensor | None:
+        """Return None: no weight is FP8."""
+        return None
+
     def read(self, name: str) -> Tensor:
         """Return a tensor on the CPU without values."""
         return torch.empty(self._shapes[name], dtype=FILE_DTYPE)

@@ -154,6 +154,7 @@ def _checked_model(inputs: Inputs, files: Files) -> FamilySizes:
     path = _readable_path("model.path", model.files, files)
     try:
         sizes = model.read_sizes(files)
+        model.check_weights(files)
     except SpecConflict as conflict:
         _refuse(conflict.field, conflict.got, conflict.allowed, conflict.change)
     except OSError as error:

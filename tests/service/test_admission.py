@@ -287,6 +287,105 @@ def test_a_models_folder_that_does_not_fit_the_job(
     assert (found.field, says in found.message) == (field, True), found
 
 
+def fp8_folder(folder: Path, quantization: Any, tensors: dict[str, tuple[str, list[int]]]) -> dict[str, Any]:
+    """Write a folder with quantized weights as far as admission reads it: a configuration, and headers of tensors."""
+    model = model_folder(folder, quantization_config=quantization)
+    header = json.dumps({name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in tensors.items()}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return model
+
+
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FP8 = {
+    "model.norm.weight": ("BF16", [160]),
+    WEIGHT: ("F8_E4M3", [288, 160]),
+    f"{WEIGHT}_scale_inv": ("F32", [3, 2]),
+    "model.layers.0.self_attn.k_proj.k_scale": ("F32", [1]),
+}
+
+
+def compressed(group: Any = (), **fields: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"} | dict(group)
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}} | fields
+
+
+@pytest.mark.parametrize(
+    ("quantization", "shape"),
+    [
+        (BLOCKS, [3, 2]),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, []),
+        (compressed(), [288, 1]),
+        (compressed({"strategy": "tensor"}), [1]),
+        (compressed({"strategy": "block", "block_structure": [128, 128]}), [3, 2]),
+    ],
+)
+def test_folders_with_fp8_are_accepted(root: Path, spec_document: Document, quantization: Any, shape: list[int]) -> None:
+    model = fp8_folder(root / "model", quantization, FP8 | {f"{WEIGHT}_scale_inv": ("F32", shape)})
+    assert violation_of_model(root, spec_document, model) is None
+
+
+@pytest.mark.parametrize(
+    ("quantization", "changes", "got", "allowed"),
+    [
+        ({"quant_method": "gptq"}, {}, "quantization_config.quant_method 'gptq' in config.json", "fp8 or compressed-tensors"),
+        ("fp8", {}, "quantization_config 'fp8'", "an object"),
+        (BLOCKS | {"fmt": "e5m2"}, {}, "fmt 'e5m2'", "e4m3"),
+        (BLOCKS | {"weight_block_size": [64, 64]}, {}, "weight_block_size [64, 64]", "[128, 128]"),
+        (compressed({"type": "int"}), {}, "group_0.weights 'num_bits 8 of type int'", "num_bits 8 of type float"),
+        (compressed({"num_bits": 4}), {}, "group_0.weights 'num_bits 4 of type float'", "num_bits 8 of type float"),
+        (compressed({"symmetric": False}), {}, "group_0.weights.symmetric False", "true"),
+        (compressed({"strategy": "group"}), {}, "group_0.weights.strategy 'group'", "tensor, channel, block"),
+        (compressed({"strategy": "block"}), {}, "weights.block_structure None", "[128, 128]"),
+        (compressed(config_groups={}), {}, "config_groups {}", "at least one group"),
+        (compressed(format="pack-quantized"), {}, "format 'pack-quantized'", "float-quantized"),
+        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), {}, "sparsity_config {", "format dense"),
+        (compressed(sparsity_config=[1]), {}, "sparsity_config [1]", "format dense"),
+        (compressed(transform_config={"R1": {}}), {}, "transform_config", "none"),
+        (BLOCKS, {f"{WEIGHT}_scale_inv": None}, f"{WEIGHT} in ", f"{WEIGHT}_scale or {WEIGHT}_scale_inv"),
+        (BLOCKS, {f"{WEIGHT}_scale_inv": ("F32", [2, 3])}, "a 288×160 weight, has shape (2, 3)", "(3, 2) (block)"),
+        (compressed(), {}, "has shape (3, 2)", "(288, 1) (channel)"),
+        (BLOCKS, {f"{WEIGHT}_scale_inv": ("I32", [3, 2])}, f"{WEIGHT}_scale_inv in ", "F32"),
+        (BLOCKS, {WEIGHT: ("F8_E4M3", [4, 288, 160])}, "FP8 of shape (4, 288, 160)", "matrices"),
+        (BLOCKS, {WEIGHT: ("BF16", [288, 160])}, "a scale without FP8 codes", "F8_E4M3"),
+        (BLOCKS, {WEIGHT: ("I8", [288, 160])}, "of dtype I8", "F8_E4M3 with a scale"),
+    ],
+)  # fmt: skip
+def test_folders_that_no_rank_could_read_are_refused(
+    root: Path, spec_document: Document, quantization: Any, changes: dict[str, Any], got: str, allowed: str
+) -> None:
+    tensors = {name: tensor for name, tensor in (FP8 | changes).items() if tensor is not None}
+    found = violation_of_model(root, spec_document, fp8_folder(root / "model", quantization, tensors))
+    assert found is not None
+    assert found.field == "model.path"
+    assert got in str(found.got), found
+    assert allowed in str(found.allowed), found
+    assert found.message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("model.safetensors", b"\xff" * 8, "cannot be read as safetensors"),
+        ("model.safetensors", b"\x05" + bytes(7) + b"[[[[[", "cannot be read as safetensors"),
+        ("model.safetensors", b"\x29" + bytes(7) + b'{"a": {"dtype": "F32", "shape": [1e999]}}', "cannot be read as"),
+        ("model.safetensors", b"", "cannot be read as safetensors"),
+        ("model.safetensors.index.json", b"{", "which is no index"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "../b.safetensors"}}', "model.safetensors.index.json"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "b.safetensors"}}', "b.safetensors"),
+        ("other.txt", b"", "has no safetensors file"),
+    ],
+)
+def test_files_that_hold_no_weights_are_refused(
+    root: Path, spec_document: Document, name: str, content: bytes, says: str
+) -> None:
+    model = model_folder(root / "model", quantization_config=BLOCKS)
+    (root / "model" / name).write_bytes(content)
+    found = violation_of_model(root, spec_document, model)
+    assert found is not None
+    assert (found.field, says in str(found.got)) == ("model.path", True), found
+
+
 def test_images_are_checked_against_the_model(root: Path, spec_document: Document) -> None:
     np.savez(root / "images.npz", images=np.zeros((8, 32, 32, 3), np.uint8), labels=np.zeros(8, np.int64))
     document = {**spec_document, "training": {"steps": 2}, "model": {}, "data": {}}

@@ -25,8 +25,10 @@ class EncodedWeight(NamedTuple):
     residual: Tensor | None = None
 
 
-def encode_weight(values: Tensor, level: Level) -> EncodedWeight | None:
+def encode_weight(values: Tensor, level: Level, dequant_scale: Tensor | None = None) -> EncodedWeight | None:
     """Return the weight in the format of the level, rounded to nearest; None where it stays as it is.
+
+    dequant_scale: at which the values are E4M3 codes already, which a level of such codes then holds.
 
     For values without memory it returns codes and a residual without memory, and a scale and an
     amax of 0, to be filled in together.
@@ -40,7 +42,8 @@ def encode_weight(values: Tensor, level: Level) -> EncodedWeight | None:
         return EncodedWeight(
             deferred(shape, dtype, device), torch.zeros((), device=device), torch.zeros((), device=device), residual
         )
-    return encode_values(values, dtype, has_residual=has_residual)
+    known = dequant_scale if dtype == E4M3 else None
+    return encode_values(values, dtype, has_residual=has_residual, dequant_scale=known)
 
 
 def amax_of(values: Tensor) -> Tensor:

@@ -1,13 +1,11 @@
-"""Any network of transformers, built from its configuration or read from a folder.
+"""Any network of transformers, built from its configuration or from the weights of a folder.
 
-Nothing here loads code: no remote code, no pickles, no hub. A folder's files are opened by the rules for data (`Files`), and
-transformers is handed the tensors. Initial values depend only on the seed.
+Nothing here loads code: no remote code, no pickles, no hub. A folder's configuration is read by the rules for data (`Files`),
+and transformers is handed the tensors. Initial values depend only on the seed.
 """
 
 import difflib
 import importlib
-import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,38 +23,48 @@ AUTO_CLASSES: dict[Task, str] = {
     "masked_token": "AutoModelForMaskedLM",
     "image_class": "AutoModelForImageClassification",
 }
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
-MAX_INDEX_BYTES = 64 << 20
 MAX_NAMES_SHOWN = 5
 UNDECLARED_FIELDS = {"deberta-v2": {"conv_act", "conv_kernel_size", "norm_rel_ebd", "position_buckets", "share_att_key"}}
 """Fields that a network of transformers reads and its configuration class does not declare."""
 
 
 def build(spec: HuggingFaceSpec, seed: int, files: Files = ANY_FILE) -> TrainedModel:
-    """Build the network on the CPU in fp32. Raises InvalidConfig if transformers cannot use its configuration or weights."""
+    """Build the network of an architecture on the CPU in fp32. Raises InvalidConfig if transformers refuses its configuration.
+
+    The network of a folder is built by `worker/pretrained/start.py`, which reads its weights.
+    """
     try:
         sizes = spec.read_sizes(files)
-        assert sizes.architecture is not None
-        if spec.path is None:
-            config = make_config(sizes.architecture, dict(spec.config))
-            return wrap(from_random_values(config, sizes.task, seed), sizes.task)
-        config = _config_class(sizes.architecture).from_dict(_without_closed(spec.read_config(files)))
-        return wrap(_from_folder(Path(spec.path), config, sizes.task, files), sizes.task)
     except SpecConflict as conflict:
         raise InvalidConfig(str(conflict)) from None
+    assert spec.path is None
+    assert sizes.architecture is not None
+    config = make_config(sizes.architecture, dict(spec.config))
+    return wrap(from_random_values(config, sizes.task, seed), sizes.task)
 
 
 def build_without_values(spec: FamilySpec, files: Files = ANY_FILE) -> TrainedModel:
     """Build the network of a folder with meaningless values. Raises InvalidConfig as `build` does."""
+    config, task = _config_of_folder(spec, files)
+    return wrap(from_random_values(config, task, seed=0), task)
+
+
+def build_from(spec: FamilySpec, weights: dict[str, Tensor], files: Files = ANY_FILE) -> TrainedModel:
+    """Build the network of a folder on the CPU in fp32 from its weights. Raises InvalidConfig as `build` does."""
+    config, task = _config_of_folder(spec, files)
+    assert spec.files is not None
+    return wrap(_from_weights(Path(spec.files), config, task, weights), task)
+
+
+def _config_of_folder(spec: FamilySpec, files: Files) -> tuple[Any, Task]:
+    """Return transformers' configuration of a folder, and its task. Raises InvalidConfig."""
     assert isinstance(spec, HuggingFaceSpec), "no other family has files"
     try:
         sizes = spec.read_sizes(files)
         assert sizes.architecture is not None
-        config = _config_class(sizes.architecture).from_dict(_without_closed(spec.read_config(files)))
+        return _config_class(sizes.architecture).from_dict(_without_closed(spec.read_config(files))), sizes.task
     except SpecConflict as conflict:
         raise InvalidConfig(str(conflict)) from None
-    return wrap(from_random_values(config, sizes.task, seed=0), sizes.task)
 
 
 def make_config(architecture: str, fields: dict[str, Any]) -> Any:
@@ -93,14 +101,12 @@ def from_random_values(config: Any, task: Task, seed: int) -> Any:
             raise InvalidConfig(message) from error
 
 
-def _from_folder(folder: Path, config: Any, task: Task, files: Files) -> Any:
+def _from_weights(folder: Path, config: Any, task: Task, weights: dict[str, Tensor]) -> Any:
     """Build on `meta` and fill in the folder's weights, as fp32."""
-    with ExitStack() as stack:
-        weights = _read_weights(folder, files, stack)
-        network_class = type(_on_meta(config, task))
-        network, loading = network_class.from_pretrained(
-            None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True
-        )
+    network_class = type(_on_meta(config, task))
+    network, loading = network_class.from_pretrained(
+        None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True
+    )
     for kind, what in (("missing_keys", "lacks"), ("unexpected_keys", "has unknown")):
         names = sorted(loading[kind])
         if names:
@@ -117,54 +123,9 @@ def _on_meta(config: Any, task: Task) -> Any:
         return _auto_class(task).from_config(config, dtype=torch.float32)
 
 
-def _read_weights(folder: Path, files: Files, stack: ExitStack) -> dict[str, Tensor]:
-    """Map all weights of a folder. They are read when they are copied. Raises InvalidConfig."""
-    from safetensors import SafetensorError, safe_open
-
-    weights: dict[str, Tensor] = {}
-    try:
-        for name in _weight_files(folder, files):
-            # The link leads to the file that was opened and checked, whatever its path leads to by now.
-            file = stack.enter_context(files.open(folder / name))
-            opened = stack.enter_context(safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt"))
-            weights |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no dict
-    except SpecConflict as conflict:
-        raise InvalidConfig(str(conflict).replace("data.path", "model.path")) from None
-    except (OSError, SafetensorError) as error:
-        raise InvalidConfig(f"model.path {folder}: cannot read {name}: {error}. Save the model again.") from error
-    return weights
-
-
-def _weight_files(folder: Path, files: Files) -> list[str]:
-    """List the files of weights: one, or those of an index."""
-    try:
-        files.num_bytes(folder / WEIGHTS_NAME)
-        return [WEIGHTS_NAME]
-    except FileNotFoundError:
-        pass
-    try:
-        index = json.loads(files.read(folder / INDEX_NAME, MAX_INDEX_BYTES))
-        names = sorted(set(index["weight_map"].values()))
-    except (FileNotFoundError, NotADirectoryError):
-        raise InvalidConfig(
-            f"model.path {folder} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; allowed: weights as safetensors. Save the model "
-            "with save_pretrained."
-        ) from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InvalidConfig(f"model.path {folder}: {INDEX_NAME} is not an index: {error}. Save the model again.") from error
-    if any(not isinstance(name, str) or "/" in name for name in names):
-        raise InvalidConfig(f"model.path {folder}: {INDEX_NAME} names files outside the folder. Save the model again.")
-    return names
-
-
 def _without_closed(config: dict[str, Any]) -> dict[str, Any]:
     """Leave out what would load code, choose kernels or set a dtype: precision and code are the job's."""
-    if "quantization_config" in config:
-        raise InvalidConfig(
-            f"model.path: the weights are quantized ({config['quantization_config']}); allowed: bf16, fp16 or fp32. "
-            "Save the model dequantized."
-        )
-    closed = ("auto_map", "dtype", "torch_dtype", "attn_implementation")
+    closed = ("auto_map", "dtype", "torch_dtype", "attn_implementation", "quantization_config")
     return {name: value for name, value in config.items() if name not in closed and not name.startswith("_")}
 
 

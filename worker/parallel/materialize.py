@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from octet.worker.common.deferred import allocate, is_deferred
 from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.recipe import E4M3
 from octet.worker.fp8.weight import stored, tensors_in_memory
 from octet.worker.fp8.weights import amax_of, encode_values
 from octet.worker.mesh import Axis
@@ -41,6 +42,9 @@ class Values(Protocol):
 
     def read(self, parameter: Unfilled) -> Tensor:
         """Return a parameter's whole values on the device where the model trains."""
+
+    def scale_of(self, parameter: Unfilled) -> Tensor | None:
+        """Return the scale, fp32 (), at which a parameter's values are E4M3 codes without rounding; None if unknown."""
 
     def skip(self, parameter: Unfilled) -> None:
         """Pass over a parameter that this rank does not hold."""
@@ -71,7 +75,7 @@ def materialize(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel
             if name is None:
                 values.skip(parameter)
             elif (layer := in_codes.get(name)) is not None:
-                fill.codes(layer.encoded, values.read(parameter))
+                fill.codes(layer.encoded, values.read(parameter), values.scale_of(parameter))
             else:
                 fill.plain(held[name], values.read(parameter))
             num_held += name is not None
@@ -105,8 +109,11 @@ class _Fill:
         """Fill a parameter that is held as values."""
         self._put(parameter, self.parallel.own_values(parameter, whole))
 
-    def codes(self, parameter: Any, whole: Tensor) -> None:
-        """Fill a `Float8Weight`: its codes, its scale, and its residual or master weight."""
+    def codes(self, parameter: Any, whole: Tensor, dequant_scale: Tensor | None) -> None:
+        """Fill a `Float8Weight`: its codes, its scale, and its residual or master weight.
+
+        dequant_scale: at which the values are E4M3 codes already, if they are.
+        """
         amax, own_residual = amax_of(whole), parameter.state.own_residual
         own = self.parallel.own_values(parameter, whole).contiguous()
         stepped, elements = self.parallel.piece_of(parameter)
@@ -114,7 +121,9 @@ class _Fill:
         is_whole = is_deferred(parameter.codes) or parameter.residual is not None  # else codes and residual are pieces
         encoded_part = own if is_whole else own.view(-1)[elements.start : elements.stop]
         has_residual = parameter.residual is not None or own_residual is not None
-        encoded = encode_values(encoded_part, parameter.codes.dtype, has_residual=has_residual, amax=amax)
+        dtype = parameter.codes.dtype
+        known = dequant_scale if dtype == E4M3 else None
+        encoded = encode_values(encoded_part, dtype, has_residual=has_residual, amax=amax, dequant_scale=known)
         parameter.dequant_scale.copy_(encoded.dequant_scale)
         parameter.values_amax.copy_(amax)
         self._put(parameter, encoded.codes, is_piece=not is_whole)

@@ -52,6 +52,9 @@ class WeightSource(Protocol):
     def fill(self, layer: nn.Module) -> None:
         """Give a layer's own parameters their values, right before it is converted."""
 
+    def dequant_scale(self, weight: Tensor) -> Tensor | None:
+        """Return the scale, fp32 (), at which a filled weight's values are E4M3 codes without rounding; None if unknown."""
+
     def finish(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Give the rest of the model its values, and the optimizer the new parameters."""
 
@@ -125,7 +128,7 @@ def _replace(
             assert device is not None
             make = torchao_converter(precision, device)
         else:
-            make = _float8_converter(precision, seed)
+            make = _float8_converter(precision, seed, source)
         model = replace_layers(model, selected, make if source is None else _filled(make, source))
         take_over_activations(model)
 
@@ -149,14 +152,15 @@ def _filled(make: Callable[[Any], nn.Module], source: WeightSource) -> Callable[
     return fill_and_make
 
 
-def _float8_converter(precision: PrecisionSpec, seed: int) -> Callable[[nn.Linear], nn.Module]:
+def _float8_converter(precision: PrecisionSpec, seed: int, source: WeightSource | None) -> Callable[[nn.Linear], nn.Module]:
     storage, spec = precision.storage, precision.resolved_recipe
     assert spec is not None
     recipe, streams = Recipe.resolve(spec), count(FIRST_GRADIENT_STREAM)
 
     def make(linear: nn.Linear) -> nn.Module:
         position = RoundingPosition(seed, next(streams)) if precision.holds_fp8_gradients else None
-        encoded = encode_weight(linear.weight, storage)
+        dequant_scale = None if source is None else source.dequant_scale(linear.weight)
+        encoded = encode_weight(linear.weight, storage, dequant_scale)
         layer = Float8NNLinear if isinstance(linear, nn.Linear) else Float8Linear
         return layer(linear, recipe, encoded, position, precision.resolved_statistics_every)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from torch import nn
+from torch import Tensor, nn
 
 from octet.api_schemas import FamilySpec, ModelSpec, OptimizerSpec, PrecisionSpec
 from octet.api_schemas.data.jsonl import TOKENIZER_FILES, TOKENIZER_SETTINGS
@@ -125,6 +125,10 @@ class Zeros:
                 if parameter not in self._given:
                     self._given[parameter] = nn.Parameter(torch.zeros(parameter.shape), parameter.requires_grad)
                 setattr(layer, name, self._given[parameter])
+
+    def dequant_scale(self, weight: Tensor) -> Tensor | None:
+        """Return None: zeros are codes at any scale."""
+        return None
 
     def finish(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Fill what is still on `meta`, and give the optimizer the new parameters."""

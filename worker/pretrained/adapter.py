@@ -99,7 +99,8 @@ def export_merged(job: Mapping[str, Any], state: Mapping[str, Tensor], folder: P
             writer.add(name, tensor)
         writer.finish()
         config = files.config | {"dtype": str(dtype).removeprefix("torch.")}
-        config.pop("torch_dtype", None)
+        for name in ("torch_dtype", "quantization_config"):
+            config.pop(name, None)
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -2,13 +2,9 @@
 
     value = {layer}.weight (float8_e4m3fn, (N, K)) × {layer}.weight_scale (fp32)
 
-    strategy    shape of weight_scale                 elements that share a scale
-    tensor      (1,)                                  the weight
-    channel     (N, 1)                                a row: an output feature
-    block       (ceil(N / 128), ceil(K / 128))        128×128
-
-`config.json` names the layers, under `quantization_config`. Source: github.com/vllm-project/compressed-tensors, version 0.20,
-`compressors/naive_quantized` and `quantization/quant_args.py`.
+The strategies of scales are those of `api_schemas/models/weight_files.py`. `config.json` names the layers, under
+`quantization_config`. Source: github.com/vllm-project/compressed-tensors, version 0.20, `compressors/naive_quantized` and
+`quantization/quant_args.py`.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,7 +16,7 @@ from torch import Tensor
 from octet.worker import kernels
 from octet.worker.fp8.recipe import E4M3
 from octet.worker.kernels import ScaledCodes, ScaleKind
-from octet.worker.kernels.formats import BLOCK
+from octet.worker.kernels.formats import BLOCK, SCALE_EXPONENT_MAX
 
 KINDS: Mapping[str, ScaleKind] = {
     "tensor": ScaleKind.TENSOR,
@@ -29,8 +25,8 @@ KINDS: Mapping[str, ScaleKind] = {
 }
 """The kind of scale of each strategy."""
 
-SCALE_NAMES = ("weight_scale", "weight_scale_inv")
-"""The names of a weight's dequantization scale: in compressed-tensors; in DeepSeek-V3 and the block-scaled models since."""
+PIECE_ELEMENTS = 1 << 22
+"""Elements that are decoded at a time, so that temporaries do not grow with the weight."""
 
 
 class CompressedWeight(NamedTuple):
@@ -47,26 +43,32 @@ def compress(values_NK: Tensor, strategy: str) -> CompressedWeight:
     return CompressedWeight(codes, dequant_scale.reshape(1) if kind is ScaleKind.TENSOR else dequant_scale)
 
 
-def decompress(codes: Tensor, scale: Tensor, name: str) -> Tensor:
-    """Return the fp32 values of E4M3 codes (N, K); the strategy follows from the scale's shape.
+def decompress(codes_NK: Tensor, scale: Tensor, strategy: str) -> Tensor:
+    """Return the fp32 values of E4M3 codes. Apart from them this takes temporaries of PIECE_ELEMENTS elements.
 
-    name: of the weight, for the ValueError that a scale of any other shape raises.
+    scale: in the strategy's shape, of any floating-point dtype.
     """
-    num_rows, num_columns = codes.shape
-    scale = scale.to(torch.float32)
-    blocks = (-(-num_rows // BLOCK), -(-num_columns // BLOCK))
-    if scale.numel() == 1:
-        scaled = ScaledCodes(codes, scale.reshape(()), ScaleKind.TENSOR)
-    elif scale.shape == (num_rows, 1) or scale.shape == (num_rows,):
-        scaled = ScaledCodes(codes, scale.reshape(num_rows, 1), ScaleKind.ROW)
-    elif scale.shape == blocks:
-        scaled = ScaledCodes(codes, scale, ScaleKind.BLOCK_128X128)
-    else:
-        raise ValueError(
-            f"the scale of {name}, {num_rows}×{num_columns}, has shape {tuple(scale.shape)}; allowed: one element, "
-            f"({num_rows}, 1), or 128×128 blocks, {blocks}. Dequantize the checkpoint with the program that wrote it."
-        )
-    return kernels.values_of(scaled)
+    num_rows, num_columns = codes_NK.shape
+    kind, scale = KINDS[strategy], scale.to(torch.float32)
+    scale = scale.reshape(()) if kind is ScaleKind.TENSOR else scale.reshape(scale.shape[0], -1)
+    values_NK = torch.empty(num_rows, num_columns)
+    step = BLOCK * max(1, PIECE_ELEMENTS // (BLOCK * max(1, num_columns)))
+    for first in range(0, num_rows, step):
+        rows = slice(first, first + step)
+        if kind is ScaleKind.TENSOR:
+            own = scale
+        elif kind is ScaleKind.ROW:
+            own = scale[rows]
+        else:
+            own = scale[first // BLOCK : -(-(first + step) // BLOCK)]
+        values_NK[rows] = kernels.values_of(ScaledCodes(codes_NK[rows], own, kind))
+    return values_NK
+
+
+def is_power_of_two(scale: Tensor) -> bool:
+    """Return True for a scale () as a level's own codes have it."""
+    mantissa, exponent = torch.frexp(scale)
+    return bool((mantissa == 0.5) & ((exponent - 1).abs() <= SCALE_EXPONENT_MAX))
 
 
 def quantization_config(strategy: str, ignored: Collection[str]) -> dict[str, Any]:

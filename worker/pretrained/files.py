@@ -6,20 +6,22 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octet.api_schemas import ANY_FILE, Files, SpecConflict
-from octet.worker.fp8.recipe import E4M3
-from octet.worker.pretrained.compressed import SCALE_NAMES, decompress
+from octet.api_schemas.models.weight_files import find_scales, is_of_server, read_headers
+from octet.worker.pretrained.compressed import decompress, is_power_of_two
 
-_CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+_CONFIG = "config.json"
 
 
 class PretrainedFiles:
     """A folder with `config.json` and `model.safetensors`, or several files that an index lists.
 
-    Raises ValueError for a folder that is none, and for weights that are quantized in a way that `decompress` does not read.
+    Raises ValueError for a folder that is none, and SpecConflict, a ValueError, for weights that are quantized in a way that
+    `weight_files.py` does not describe.
     """
 
     def __init__(self, folder: Path, files: Files = ANY_FILE) -> None:
@@ -27,46 +29,42 @@ class PretrainedFiles:
         self.folder = folder
         self._files = files
         self.config: dict[str, Any] = self._read_json(_CONFIG)
-        self._file_of: dict[str, Path] = {}
-        for path in self._paths():
-            with self._opened(path) as file:
-                self._file_of |= dict.fromkeys(file.keys(), path)
-        self._check_quantization()
+        self._stored = read_headers(folder, files)
+        self._scales = find_scales(self.config, self._stored)
+        scales = {scale.name for scale in self._scales.values()}
+        self.names = [name for name in self._stored if name not in scales and not is_of_server(name)]
+        """The names of all tensors of the model. Scales of FP8 weights belong to their weights."""
+        self._names = frozenset(self.names)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all tensors."""
-        return list(self._file_of)
+        return name in self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it."""
-        with self._opened(self._file_of[name]) as file:
-            return tuple(file.get_slice(name).get_shape())
+        return self._stored[name].shape
 
     def read(self, name: str) -> Tensor:
         """Return a tensor on the CPU: in the file's dtype, or, of FP8 codes, the fp32 values."""
-        with self._opened(self._file_of[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
-        if tensor.dtype != E4M3:
+        tensor = self._tensor(name)
+        if (scale := self._scales.get(name)) is None:
             return tensor
-        module = name.removesuffix("weight")
-        scale_name = next((module + scale for scale in SCALE_NAMES if module + scale in self), None)
-        if scale_name is None:
-            raise ValueError(
-                f"{name} in {self.folder} is float8_e4m3fn without a scale; allowed: with {' or '.join(SCALE_NAMES)}."
-            )
-        return decompress(tensor, self.read(scale_name), name)
+        return decompress(tensor, self._tensor(scale.name), scale.strategy)
 
-    def _paths(self) -> list[Path]:
-        if (self.folder / _INDEX).exists():
-            return [self.folder / name for name in sorted(set(self._read_json(_INDEX)["weight_map"].values()))]
-        paths = sorted(self.folder.glob("*.safetensors"))
-        if not paths:
-            raise ValueError(f"{self.folder} has no safetensors file; allowed: a folder with a Hugging Face checkpoint.")
-        return paths
+    def dequant_scale(self, name: str) -> Tensor | None:
+        """Return the scale, fp32 (), of FP8 codes that are of the kind that levels hold: one scale, a power of two.
+
+        None for other tensors.
+        """
+        scale = self._scales.get(name)
+        if scale is None or self._stored[scale.name].shape not in ((), (1,), (1, 1)):
+            return None
+        found = self._tensor(scale.name).to(torch.float32).reshape(())
+        return found if is_power_of_two(found) else None
+
+    def _tensor(self, name: str) -> Tensor:
+        with self._opened(self._stored[name].path) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
 
     def _read_json(self, name: str) -> dict[str, Any]:
         try:
@@ -78,19 +76,6 @@ class PretrainedFiles:
                 f"{self.folder / name} cannot be read: {error}; allowed: a folder with a Hugging Face checkpoint."
             ) from error
         return document
-
-    def _check_quantization(self) -> None:
-        """Refuse integers and packed formats."""
-        quantization = self.config.get("quantization_config")
-        if quantization is None:
-            return
-        method, format = quantization.get("quant_method"), quantization.get("format", "float-quantized")
-        is_known = method == "fp8" or (method == "compressed-tensors" and format in ("float-quantized", "naive-quantized"))
-        if not is_known:
-            raise ValueError(
-                f"{self.folder} is quantized by {method!r} in format {format!r}; allowed: fp8, or compressed-tensors in "
-                "float-quantized. Dequantize the checkpoint first."
-            )
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Any]:

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from octet.api_schemas import SpecConflict
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.models.meta import parameters_on_meta
 from octet.worker.optim import LowBitOptimizer
 from octet.worker.prepare.convert import share_rounding
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.options import read_options
-from octet.worker.pretrained.compressed import SCALE_NAMES
 from octet.worker.pretrained.files import PretrainedFiles
 from octet.worker.pretrained.layouts import Layout, layout_in_file
 
@@ -38,7 +38,7 @@ def load_pretrained(
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Return a model at a level with the values of a checkpoint folder, and its optimizer, as `initialize` does.
 
-    folder: `config.json` and safetensors, plain or FP8 (compressed-tensors' float-quantized; 128×128 blocks). build: makes the
+    folder: `config.json` and safetensors, plain or FP8 in the forms of `api_schemas/models/weight_files.py`. build: makes the
     model; by default transformers makes it in fp32 from `config.json`. make_optimizer: given the model, whose parameters are
     still on `meta`, makes an optimizer that has not stepped. The rest: as for `initialize`.
     At its peak this holds what the level holds and the layer that is being read; files are mapped into memory, not read as a
@@ -47,7 +47,10 @@ def load_pretrained(
     Raises ValueError for what `initialize` refuses, and, before anything is read, for tensors that are missing or have another
     shape.
     """
-    files = PretrainedFiles(Path(folder))
+    try:
+        files = PretrainedFiles(Path(folder))
+    except SpecConflict as conflict:
+        raise conflict.moved_to("folder") from None
     with parameters_on_meta():
         model = _from_transformers(files) if build is None else build()
     optimizer = None if make_optimizer is None else make_optimizer(model)
@@ -69,6 +72,7 @@ class FileSource:
         self.layout: Layout = layout_in_file(model, files.config)
         self._names: dict[int, str] = {}
         self._given: dict[int, nn.Parameter] = {}
+        self._dequant_scales: dict[Tensor, Tensor] = {}
         self._meta: list[nn.Parameter] = []  # kept alive, so that ids stay unique
         names_of: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -95,11 +99,20 @@ class FileSource:
         found = next(name for name in names if self.layout.rename(name) in self.files)
         return self._values(found)
 
+    def scale_of(self, names: Sequence[str]) -> Tensor | None:
+        """Return the scale of a parameter whose codes in the file a level takes as they are, by its names in the model."""
+        found = next(name for name in names if self.layout.rename(name) in self.files)
+        scale = self.files.dequant_scale(self.layout.rename(found))
+        return None if scale is None else scale.to(self.device)
+
+    def dequant_scale(self, weight: Tensor) -> Tensor | None:
+        """Return the scale of a filled weight whose codes in the file a level takes as they are; None for others."""
+        return self._dequant_scales.get(weight)
+
     def unknown_names(self) -> list[str]:
-        """Return the file's names of tensors that the model does not have. Scales of FP8 weights belong to their weights."""
+        """Return the file's names of tensors that the model does not have."""
         known = {self.layout.rename(name) for name in self._model_names}
-        scales = tuple(f".{name}" for name in SCALE_NAMES)
-        return [name for name in self.files.names if name not in known and not name.endswith(scales)]
+        return [name for name in self.files.names if name not in known]
 
     def fill(self, layer: nn.Module) -> None:
         """Put the values of a layer's own parameters in the place of those on `meta`."""
@@ -124,9 +137,14 @@ class FileSource:
             group["params"] = [self._given.get(id(parameter), parameter) for parameter in group["params"]]
 
     def make_masters(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Make each master weight of the file's values; so far they were made of codes."""
+        """Make each master weight of the file's values; so far they were made of codes.
+
+        Where the codes are the file's own, so are the values of the masters already.
+        """
         for name, layer in model.named_modules():
-            if isinstance(layer, Float8Linear) and layer.encoded is not None and layer.encoded.state.has_master:
+            if not isinstance(layer, Float8Linear) or layer.weight in self._dequant_scales:
+                continue
+            if layer.encoded is not None and layer.encoded.state.has_master:
                 assert isinstance(optimizer, LowBitOptimizer)
                 layer.encoded.assign(self._values(f"{name}.weight".lstrip(".")))
                 optimizer.follow_weight(layer.weight)
@@ -134,7 +152,10 @@ class FileSource:
     def _parameter(self, on_meta: nn.Parameter) -> nn.Parameter:
         if id(on_meta) not in self._given:
             values = self._values(self._names[id(on_meta)]).to(on_meta.dtype)
-            self._given[id(on_meta)] = nn.Parameter(values, requires_grad=on_meta.requires_grad)
+            parameter = nn.Parameter(values, requires_grad=on_meta.requires_grad)
+            self._given[id(on_meta)] = parameter
+            if (scale := self.scale_of([self._names[id(on_meta)]])) is not None:
+                self._dequant_scales[parameter] = scale
         return self._given[id(on_meta)]
 
     def _values(self, name: str) -> Tensor:

@@ -15,7 +15,7 @@ from octet.worker.common.config import TrainConfig
 from octet.worker.common.errors import InvalidConfig
 from octet.worker.mesh import Axis
 from octet.worker.models import TrainedModel, build_model
-from octet.worker.models.huggingface import build_without_values
+from octet.worker.models.huggingface import build_from, build_without_values
 from octet.worker.models.meta import parameters_on_meta
 from octet.worker.optim import LowBitOptimizer
 from octet.worker.parallel import Parallel
@@ -65,7 +65,7 @@ def start_job(config: TrainConfig, device: torch.device) -> StartedModel:
         if spec.files is None:
             drawn = DrawnValues(model, config.seed, device)
             return StartedModel(model, drawn, drawn)
-        if (source := _source(model, Path(spec.files), files, device)) is not None:
+        if (source := _source(model, _opened(spec, files), device)) is not None:
             return StartedModel(model, source, ReadValues(source, model))
         reason = "the tensors of its folder are not the network's own, so transformers reads them all"
     started = start_model(config.model, config.seed, config.readable_files, device)
@@ -81,12 +81,23 @@ def start_model(
     folders, such as those whose experts transformers joins, are read as a whole. Raises InvalidConfig.
     """
     device = torch.device(device)
-    if spec.files is not None:
-        with parameters_on_meta():
-            model = build_without_values(spec, files)
-        if (source := _source(model, Path(spec.files), files, device)) is not None:
-            return model, source
-    return build_model(spec, seed, files).to(device), None
+    if spec.files is None:
+        return build_model(spec, seed, files).to(device), None
+    with parameters_on_meta():
+        model = build_without_values(spec, files)
+    if (source := _source(model, _opened(spec, files), device)) is not None:
+        return model, source
+    return read_model(spec, files).to(device), None
+
+
+def read_model(spec: FamilySpec, files: Files = ANY_FILE) -> TrainedModel:
+    """Return the network of a folder on the CPU in fp32, as transformers makes it of all its tensors. Raises InvalidConfig."""
+    weights = _opened(spec, files)
+    try:
+        tensors = {name: weights.read(name) for name in weights.names}
+    except ValueError as error:
+        raise InvalidConfig(f"model.path {spec.files}: {error}") from error
+    return build_from(spec, tensors, files)
 
 
 def divides(config: TrainConfig) -> bool:
@@ -117,12 +128,21 @@ def _whole_events(reason: str | None) -> tuple[EventReport, ...]:
     return (EventReport(type="model.made_whole", message=message),)
 
 
-def _source(model: TrainedModel, folder: Path, files: Files, device: torch.device) -> FileSource | None:
+def _opened(spec: FamilySpec, files: Files) -> PretrainedFiles:
+    """Open the folder of a model. Raises InvalidConfig."""
+    assert spec.files is not None
     try:
-        source = FileSource(PretrainedFiles(folder, files), model, device)
+        return PretrainedFiles(Path(spec.files), files)
     except SpecConflict as conflict:
         raise InvalidConfig(str(conflict).replace("data.path", "model.path")) from None
     except (OSError, ValueError) as error:
+        raise InvalidConfig(f"model.path {spec.files}: {error} Save the model again.") from error
+
+
+def _source(model: TrainedModel, weights: PretrainedFiles, device: torch.device) -> FileSource | None:
+    try:
+        source = FileSource(weights, model, device)
+    except ValueError as error:
         logger.info("the weights are read as a whole by transformers: %s", error)
         return None
     if unknown := source.unknown_names():

@@ -37,12 +37,20 @@ class DrawnValues:
         drawn = draw(torch.empty(parameter.shape), self._initial[parameter.names[0]], self._generator)
         return drawn.to(self.device)
 
+    def scale_of(self, parameter: Unfilled) -> Tensor | None:
+        """Return None: drawn values are no codes."""
+        return None
+
     def skip(self, parameter: Unfilled) -> None:
         """Pass over the next parameter's random numbers."""
         skip(parameter.shape.numel(), self._initial[parameter.names[0]], self._generator)
 
     def fill(self, layer: nn.Module) -> None:
         """Leave the layer without values."""
+
+    def dequant_scale(self, weight: Tensor) -> Tensor | None:
+        """Return None: drawn values are no codes."""
+        return None
 
     def finish(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Move the buffers, which have values, to the device."""
@@ -60,8 +68,12 @@ class ReadValues:
         defer_parameters(model, source.device)
 
     def read(self, parameter: Unfilled) -> Tensor:
-        """Return a parameter's whole values in the dtype of the file."""
+        """Return a parameter's whole values, in the dtype of the file or decoded from FP8."""
         return self.source.values(parameter.names)
+
+    def scale_of(self, parameter: Unfilled) -> Tensor | None:
+        """Return the scale of a parameter that is E4M3 codes of the kind that levels hold; None for others."""
+        return self.source.scale_of(parameter.names)
 
     def skip(self, parameter: Unfilled) -> None:
         """Read nothing."""

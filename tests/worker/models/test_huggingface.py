@@ -13,6 +13,7 @@ from octet.api_schemas.models.huggingface import HuggingFaceSpec
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.common.errors import Cancelled, InvalidConfig
 from octet.worker.models import build_model
+from octet.worker.pretrained.start import read_model, start_model
 from octet.worker.train.reports import stacked_matrices
 from tests.kit.training import Recorder, train, with_training
 
@@ -68,7 +69,7 @@ def test_a_folder_gives_the_weights(tmp_path: Path, spec_document: dict[str, Any
     files = Files.below((tmp_path, Path(document["data"]["path"])))
     config = resolve(JobSpec.model_validate(document), RankEnv(), files)
     expected = build_model(HuggingFaceSpec(architecture="llama", config=LLAMA), seed=3)
-    model = build_model(config.model, seed=0, files=config.readable_files)
+    model = read_model(config.model, config.readable_files)
     assert config.sizes.takes.vocab_size == 256
     assert model.training
     for (name, value), (other_name, other) in zip(model.state_dict().items(), expected.state_dict().items(), strict=True):
@@ -81,7 +82,7 @@ def test_weights_in_bf16_and_several_files_are_read_as_fp32(tmp_path: Path) -> N
     network = build_model(HuggingFaceSpec(architecture="llama", config=LLAMA), seed=3).network
     network.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20kB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    model = build_model(HuggingFaceSpec(path=str(tmp_path)), seed=0)
+    model = read_model(HuggingFaceSpec(path=str(tmp_path)))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert torch.equal(model.network.lm_head.weight, network.lm_head.weight.float())
 
@@ -110,20 +111,20 @@ def change_config(folder: Path, **changes: Any) -> None:
     ("spoil", "says"),
     [
         (without_a_weight, r"lacks 2 weights of LlamaForCausalLM: .*q_proj"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"none"), "cannot read model.safetensors"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"none"), "cannot be read as safetensors"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no safetensors file"),
         (lambda folder: (folder / "config.json").write_text("["), "a configuration in JSON"),
         (lambda folder: (folder / "config.json").unlink(), "save_pretrained"),
         (lambda folder: change_config(folder, model_type="lama"), "Did you mean 'llama'"),
         (lambda folder: change_config(folder, vocab_size="many"), "vocab_size"),
-        (lambda folder: change_config(folder, quantization_config={"bits": 4}), "quantized"),
+        (lambda folder: change_config(folder, quantization_config={"bits": 4}), "quant_method None"),
     ],
 )
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, spoil: Any, says: str) -> None:
     folder = saved(tmp_path)
     spoil(folder)
     with pytest.raises(InvalidConfig, match=says):
-        build_model(HuggingFaceSpec(path=str(folder)), seed=0)
+        start_model(HuggingFaceSpec(path=str(folder)), seed=0)
 
 
 def test_a_folder_outside_the_roots_is_refused(tmp_path: Path) -> None:
@@ -132,11 +133,11 @@ def test_a_folder_outside_the_roots_is_refused(tmp_path: Path) -> None:
     files = Files.below((inside,))
     spec = HuggingFaceSpec(path=str(saved(tmp_path / "outside")))
     with pytest.raises(InvalidConfig, match=r"model\.path: .*inside"):
-        build_model(spec, 0, files)
+        start_model(spec, 0, files)
     (inside / "config.json").write_bytes((tmp_path / "outside" / "config.json").read_bytes())
     (inside / "model.safetensors").symlink_to(tmp_path / "outside" / "model.safetensors")
     with pytest.raises(InvalidConfig, match=r"model\.path: .*inside"):
-        build_model(HuggingFaceSpec(path=str(inside)), 0, files)
+        start_model(HuggingFaceSpec(path=str(inside)), 0, files)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from octet.worker.models import build_model
 from octet.worker.pretrained import start
 from octet.worker.train.loop import Trainer
 from octet.worker.train.resume import load_newest
+from tests.kit.fp8_folders import FORMS, save_fp8
 from tests.kit.live_storages import LiveStorages
 from tests.kit.training import Recorder
 from tests.worker.parallel.job_runs import checkpoint_ref
@@ -46,6 +47,7 @@ NETWORK = {
     "max_position_embeddings": 16,
 }
 """A Llama of transformers, which is read from a folder."""
+FOLDERS = ("folder", "folder-fp8")
 LARGEST = 4 * HIDDEN * HIDDEN
 """Elements of the largest parameter."""
 PIECE = 1 << 11
@@ -54,8 +56,8 @@ Result = dict[str, Any]
 
 
 def document(corpus: Path, family: str, level: str, workers: int, **parallelism: Any) -> dict[str, Any]:
-    """A job of two steps. family: of `MODELS`, or "folder" for a network that `save_network` has saved beside the corpus."""
-    model = {"path": str(corpus.parent / "network")} if family == "folder" else MODELS[family]
+    """A job of two steps. family: of `MODELS`, or one of `FOLDERS`, which `save_networks` has saved beside the corpus."""
+    model = {"path": str(corpus.parent / family)} if family in FOLDERS else MODELS[family]
     return {
         "name": "in-pieces",
         "model": model,
@@ -76,10 +78,11 @@ def document(corpus: Path, family: str, level: str, workers: int, **parallelism:
     }
 
 
-def save_network(folder: Path) -> None:
-    """Save a network as transformers does, in bf16."""
+def save_networks(folder: Path) -> None:
+    """Save a network as transformers does, in bf16, and in FP8 with a power of two for each weight."""
     network: Any = build_model(HuggingFaceSpec(architecture="llama", config=NETWORK), seed=3)
-    network.network.to(torch.bfloat16).save_pretrained(folder / "network")
+    network.network.to(torch.bfloat16).save_pretrained(folder / "folder")
+    save_fp8(folder / "folder-fp8", network.network.float(), FORMS["tensor"], power_of_two=True)
 
 
 def run_job(job: dict[str, Any], env: RankEnv, folder: Path, *, whole: bool) -> Result:

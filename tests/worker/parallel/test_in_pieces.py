@@ -9,7 +9,7 @@ import pytest
 from tests.kit.ports import free_port
 from tests.kit.ranks import run_ranks, saved_by_ranks
 from tests.kit.text import write_corpus
-from tests.worker.parallel.init_runs import HIDDEN, LARGEST, PIECE, Result, document, save_network, work
+from tests.worker.parallel.init_runs import FOLDERS, HIDDEN, LARGEST, PIECE, Result, document, save_networks, work
 
 pytestmark = pytest.mark.system
 LEVELS = ("O2", "O3", "O3-split", "bf16-amp")
@@ -19,18 +19,19 @@ USUAL = [
     ("llama", "O3", 2, "tensor", 2),
     ("gpt", "O3-split", 2, "pipeline", 2),
     ("folder", "O3", 2, "zero_stage", 3),
+    ("folder-fp8", "O3", 2, "zero_stage", 3),
 ]
 """Cases of `make test`: family, level, ranks, what divides the model, and its degree or stage."""
 CASES = [
     pytest.param(case, marks=() if case in USUAL else pytest.mark.matrix)
-    for family in ("gpt", "llama", "folder")
+    for family in ("gpt", "llama", *FOLDERS)
     for level in LEVELS
     for case in (
         (family, level, 2, "zero_stage", 1),
         (family, level, 2, "zero_stage", 3),
         (family, level, 4, "zero_stage", 3),
         (family, level, 2, "tensor", 2),
-        *([] if family == "folder" else [(family, level, 2, "pipeline", 2)]),
+        *([] if family in FOLDERS else [(family, level, 2, "pipeline", 2)]),
     )
 ]
 Case = tuple[Any, ...]
@@ -48,7 +49,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     """Return what each rank found of a case, in pieces and whole. The cases of one family and level share their processes."""
     folder = tmp_path_factory.mktemp("in-pieces")
     corpus = write_corpus(folder / "corpus")
-    save_network(folder)
+    save_networks(folder)
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module]
     cases = list(dict.fromkeys(item.callspec.params["case"] for item in tests if hasattr(item, "callspec")))
     in_every_run = cases if len(cases) <= len(USUAL) else []

@@ -14,9 +14,8 @@ from octet.worker.common.errors import Cancelled, InvalidConfig
 from octet.worker.data import open_source
 from octet.worker.data.tokens import write_shards
 from octet.worker.fp8.linear import Float8Linear
-from octet.worker.models import build_model
 from octet.worker.pretrained.__main__ import main as export
-from octet.worker.pretrained.start import start_model
+from octet.worker.pretrained.start import read_model, start_model
 from tests.kit.chat import VOCAB_SIZE, save_tokenizer, write_chats
 from tests.kit.text import text
 from tests.kit.training import Recorder, train, with_training
@@ -155,7 +154,7 @@ def test_weights_are_read_as_the_level_converts_them(base: Path, document: dict[
     weights.files.read = lambda name: (read.append(name), original(name))[1]  # type: ignore[method-assign]
     conversion = convert(model, read_options(level, {}), source=weights)
     weights.finish(conversion.model, None)
-    plain = build_model(config.model, 0)
+    plain = read_model(config.model)
     assert len(read) == len(set(read)) == len(list(plain.parameters()))
     for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         layer = model.get_submodule(name.rpartition(".")[0])
