@@ -28,7 +28,9 @@ class Request:
     idempotency_key: str | None = None
     tenant: str = DEFAULT_TENANT
     sent: bytes | None = None
-    """The job as it was sent, in JSON; None for one that was made here."""
+    """The request as it was sent, in JSON; None for one that was made here."""
+    cloned_from: str | None = None
+    """The job whose spec it is, with or without changes."""
 
     @cached_property
     def spec_text(self) -> str:

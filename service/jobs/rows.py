@@ -56,9 +56,10 @@ class Sparklines:
 
 
 class RowTotals:
-    """The lengths of lists that one process has counted. Jobs are never deleted, and only their states change.
+    """The lengths of lists that one process has counted.
 
-    So a list is counted again once there are more jobs, or, where it is filtered by states, once a state has changed.
+    A list is counted again once there are more jobs, or, where it is filtered by states, once a state has changed. One that
+    is filtered by labels, which change without either, is counted each time.
     """
 
     def __init__(self) -> None:
@@ -66,6 +67,8 @@ class RowTotals:
 
     def read(self, session: Session, wanted: RowFilter) -> int:
         """Return how many jobs a list has."""
+        if wanted.labels:
+            return store.rows.count_rows(session, wanted)
         tallies = store.tallies.read(session)
         version = tallies.version if wanted.states else sum(tallies.jobs.values())
         known = self._counted.get(wanted)

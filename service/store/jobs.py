@@ -4,7 +4,7 @@ A transaction that changes a job locks its row first (`lock_job`, `lock_attempt`
 order: event numbers have no gaps, and two transitions never race.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
@@ -100,7 +100,7 @@ _ATTEMPTS_WITH_JOBS = (
 
 
 class NewJob(NamedTuple):
-    """A job to add to the queue. spec_text: its spec as JSON."""
+    """A job to add to the queue. spec_text: its spec as JSON. cloned_from: the job whose spec it took."""
 
     id: str
     name: str
@@ -113,6 +113,7 @@ class NewJob(NamedTuple):
     spec_text: str
     labels: dict[str, str]
     created_at: datetime
+    cloned_from: str | None
 
 
 def add_jobs(transaction: Transaction, jobs: Sequence[NewJob], now: datetime) -> None:
@@ -120,11 +121,18 @@ def add_jobs(transaction: Transaction, jobs: Sequence[NewJob], now: datetime) ->
     events: list[tuple[Any, ...]] = []
     rows: list[tuple[Any, ...]] = []
     for job, event_id in zip(jobs, new_ids("evt", now, len(jobs)), strict=True):
-        *others, _, created_at = job
+        *others, _, created_at, cloned_from = job
         rows.append((*others, created_at, created_at))
-        events.append((event_id, job.id, now, f"accepted into pool {job.pool!r} with priority {job.priority}"))
+        origin = f", as a clone of {cloned_from}" if cloned_from is not None else ""
+        events.append((event_id, job.id, now, f"accepted into pool {job.pool!r} with priority {job.priority}{origin}"))
     labels = [(job.id, key, value) for job in jobs for key, value in job.labels.items()]
     write_together(transaction, [(_NEW_JOBS, rows), (_LABELS, labels), (_FIRST_EVENTS, events)])
+
+
+def put_labels(session: Session, job_id: str, labels: Mapping[str, str | None]) -> None:
+    """Set these labels of a job, and delete those that are None."""
+    session.execute(delete(JobLabelRow).where(JobLabelRow.job_id == job_id, JobLabelRow.key.in_(labels)))
+    session.add_all(JobLabelRow(job_id=job_id, key=key, value=value) for key, value in labels.items() if value is not None)
 
 
 _TABLES = Base.metadata.tables

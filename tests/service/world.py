@@ -10,6 +10,7 @@ from octet.api_schemas import (
     AttemptRef,
     FinishedReport,
     Job,
+    JobChange,
     JobSpec,
     LaunchOrder,
     Report,
@@ -108,6 +109,16 @@ class World:
     def resume(self, job_id: str) -> None:
         with self.database.write() as session:
             commands.resume(session, job_id, self.database.now(session))
+
+    def retry(self, job_id: str, steps: int | None = None) -> None:
+        with self.database.write() as session:
+            commands.retry(session, job_id, self.database.now(session), steps=steps)
+
+    def change(self, job_id: str, **changes: Any) -> None:
+        """Change priority=90, or labels={"team": None}."""
+        wanted = JobChange.model_validate(changes)
+        with self.database.write() as session:
+            commands.change(session, job_id, wanted, self.database.now(session))
 
     def dispatch(self, look: Callable[[], object] = lambda: None) -> None:
         """Run every loop of jobs once. look: called after each."""

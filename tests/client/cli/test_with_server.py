@@ -183,6 +183,21 @@ def test_pause_resume_and_cancel_without_a_checkpoint(
     assert "the job is cancelling; resume is not possible. Possible: cancel." in shown.stderr
 
 
+def test_retry_clone_and_change(app: OctetApp, octet: Callable[..., Result], client: Client, runnable: dict[str, Any]) -> None:
+    job = client.submit(runnable)
+    client.cancel(job.id)
+    assert octet("retry", job.id).stdout == f"{job.id} is queued.\n"
+    assert octet("change", job.id, "--set", "priority=70", "--set", "labels.team=research").exit_code == 0
+    assert (client.job(job.id).priority, client.job(job.id).labels) == (70, {"team": "research"})
+    shown = octet("change", job.id, "--set", "name=other")
+    assert (shown.exit_code, "unknown field 'name'" in shown.stderr) == (2, True)
+    copy = json.loads(octet("clone", job.id, "--set", "name=copy", "--set", "labels.team=null", "--json").stdout)
+    assert (copy["name"], copy["labels"], copy["priority"]) == ("copy", {}, 70)
+    assert octet("clone", "copy").stdout.endswith(f"Watch it with: octet watch {next(client.jobs(limit=1)).id}\n")
+    client.cancel(copy["id"])
+    assert json.loads(octet("retry", copy["id"], "--steps", "900", "--json").stdout)["spec"]["training"]["steps"] == 900
+
+
 def test_list(octet: Callable[..., Result], finished: Job) -> None:
     shown = octet("list", "--state", "succeeded", "--label", "team:research", "--limit", "1")
     assert shown.exit_code == 0
