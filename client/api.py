@@ -218,6 +218,10 @@ class Client:
         answer = self._connection.request("PATCH", _path(job_id), document=dict(patch), patience_s=self._patience_s)
         return read(Job, answer)
 
+    def delete(self, job_id: str) -> None:
+        """Delete a job that is over, with its events, logs, curve and checkpoints."""
+        self._connection.request("DELETE", _path(job_id), patience_s=self._patience_s)
+
     def attempts(self, job_id: str) -> Iterator[Attempt]:
         """Iterate over the job's attempts, in order."""
         return self._records(job_id, "attempts", Page[Attempt])

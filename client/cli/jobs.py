@@ -1,4 +1,4 @@
-"""Commands that act on jobs: submit, clone, validate, watch, change, pause, resume, cancel, retry."""
+"""Commands that act on jobs: submit, clone, validate, watch, change, pause, resume, cancel, retry, delete."""
 
 from typing import Annotated, Any
 
@@ -164,6 +164,20 @@ def change(
         _show_state(client.change(find_job(client, job_id).id, patch), as_json)
 
 
+def delete(
+    job_id: JobId,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Delete a job that is over, with its logs and checkpoints."""
+    with connect(url) as client:
+        job = find_job(client, job_id)
+        if not yes:
+            typer.confirm(f"Delete {job.name} ({job.id}) with its logs and checkpoints?", abort=True, err=True)
+        client.delete(job.id)
+        Terminal().show(Text(f"{job.id} is deleted."))
+
+
 def _show_state(job: Job, as_json: bool) -> None:
     terminal = Terminal()
     terminal.show_json(job) if as_json else terminal.show(Text(f"{job.id} is {job.state.value}."))
@@ -193,4 +207,5 @@ COMMANDS: Commands = {
     "cancel": cancel,
     "retry": retry,
     "change": change,
+    "delete": delete,
 }

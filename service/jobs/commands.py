@@ -1,5 +1,6 @@
-"""Submit, change, pause, resume, cancel and retry jobs for a user. Each is one transaction, which the route opens."""
+"""Submit, change, pause, resume, cancel, retry and delete jobs for a user. Each is one transaction, which the route opens."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -19,6 +20,8 @@ from octet.service.jobs.specs import changed, merge_patch
 from octet.service.settings import DEFAULT_TENANT
 from octet.service.store.ids import new_ids
 from octet.service.store.jobs import NewJob
+
+logger = logging.getLogger(__name__)
 
 
 def submit(
@@ -164,6 +167,22 @@ def change(session: Session, job_id: str, wanted: JobChange, now: datetime, tena
         store.jobs.put_labels(session, job.id, labels)
         store.jobs.add_event(session, job, now, "job.changed", f"changed: {', '.join(words)}"[:4096])
     return job
+
+
+def delete(session: Session, job_id: str, now: datetime, tenant: str | None = None) -> None:
+    """Delete a job that is over, with its events, logs, curve and checkpoints. A loop of the dispatcher deletes its folder.
+
+    Raises NotFound, also for another tenant's job, and IllegalTransition while it is not over or still has processes.
+    """
+    job = _lock(session, job_id, tenant)
+    if not job.state.is_terminal:
+        raise IllegalTransition(f"the job is {job.state.value}; delete is not possible. Cancel it first.")
+    if any(attempt.released_at is None for attempt in store.jobs.attempts_of(session, job.id)):
+        raise IllegalTransition(
+            f"the job is {job.state.value}, and its processes are being stopped. Try again in some seconds."
+        )
+    store.jobs.delete_job(session, job, now)
+    logger.info("job %s (%s) is deleted", job.id, job.name)
 
 
 def _patch_spec(job: JobRow, patch: Mapping[str, Any]) -> None:

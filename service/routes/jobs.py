@@ -1,4 +1,4 @@
-"""Jobs: submit, clone, validate, list, read, change, pause, resume, cancel, retry."""
+"""Jobs: submit, clone, validate, list, read, change, pause, resume, cancel, retry, delete."""
 
 from collections.abc import Callable
 from datetime import datetime
@@ -182,6 +182,13 @@ def retry(
     With `steps` it goes on further than its spec said, and so does a job that has succeeded.
     """
     return _change(context, lambda session, now: commands.retry(session, job_id, now, tenant, steps))
+
+
+@router.delete("/{job_id}", status_code=204, operation_id="delete_job", responses=answers(404, 409, 422))
+def delete(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> None:
+    """Delete a job that is over, with its events, logs, curve and checkpoints. Its folder goes within a minute."""
+    with context.database.write() as session:
+        commands.delete(session, job_id, context.database.now(session), tenant)
 
 
 def _change(context: AppContext, change: Callable[[Session, datetime], JobRow]) -> Job:

@@ -14,7 +14,16 @@ from sqlalchemy.orm import Session
 
 from octet.api_schemas import DesiredState, FailureReason, JobState, JsonScalar
 from octet.service.db.bulk import Rows, Transaction, connection_of, run, write_together
-from octet.service.db.tables import AttemptRow, Base, EvaluationRow, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
+from octet.service.db.tables import (
+    AttemptRow,
+    Base,
+    DeletedJobRow,
+    EvaluationRow,
+    EventRow,
+    IdempotencyKeyRow,
+    JobLabelRow,
+    JobRow,
+)
 from octet.service.store.curves import CurvePlace
 from octet.service.store.ids import new_id, new_ids
 
@@ -73,9 +82,7 @@ def lock_attempt(session: Session, attempt_id: str) -> tuple[JobRow, AttemptRow]
         return None
     job = lock_job(session, job_id)
     attempt = session.scalars(_ATTEMPT_TO_WRITE, {"id": attempt_id}).one_or_none()
-    assert job is not None, "an attempt has a job"
-    assert attempt is not None, "attempts are never deleted"
-    return job, attempt
+    return None if job is None or attempt is None else (job, attempt)  # another transaction may have deleted them
 
 
 def attempts_with_jobs(session: Session, attempt_ids: Sequence[str]) -> dict[str, tuple[JobRow, AttemptRow]]:
@@ -159,6 +166,32 @@ _LABELS = Rows(_TABLES[JobLabelRow.__tablename__])
 _FIRST_EVENTS = Rows(
     _TABLES[EventRow.__tablename__], always={"seq": 1, "type": "job.accepted", "attempt_id": None, "data": "{}"}
 )
+
+
+def delete_job(session: Session, job: JobRow, now: datetime) -> None:
+    """Delete a job with all that is stored about it, and note that its folder has to go too. The job must be locked.
+
+    Idempotency keys stay: a late repetition of its submission must not bring it back.
+    """
+    attempt_ids = select(AttemptRow.id).where(AttemptRow.job_id == job.id)
+    for table in reversed(Base.metadata.sorted_tables):
+        if any(key.references(_TABLES[AttemptRow.__tablename__]) for key in table.foreign_keys):
+            session.execute(delete(table).where(table.c.attempt_id.in_(attempt_ids)))
+        elif any(key.references(_TABLES[JobRow.__tablename__]) for key in table.foreign_keys):
+            session.execute(delete(table).where(table.c.job_id == job.id))
+    session.delete(job)
+    session.add(DeletedJobRow(job_id=job.id, deleted_at=now))
+
+
+def deleted_jobs(session: Session, limit: int) -> list[str]:
+    """List deleted jobs that may still have a folder, oldest first."""
+    query = select(DeletedJobRow.job_id).order_by(DeletedJobRow.deleted_at).limit(limit)
+    return list(session.scalars(query))
+
+
+def forget_deleted(session: Session, job_ids: Sequence[str]) -> None:
+    """Forget deleted jobs whose folders are gone."""
+    session.execute(delete(DeletedJobRow).where(DeletedJobRow.job_id.in_(job_ids)))
 
 
 def attempts_of(session: Session, job_id: str) -> list[AttemptRow]:

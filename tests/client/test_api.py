@@ -110,6 +110,7 @@ def test_an_unknown_job_is_an_error_everywhere(client: Client) -> None:
         lambda: client.clone(unknown),
         lambda: client.retry(unknown),
         lambda: client.change(unknown, {}),
+        lambda: client.delete(unknown),
         lambda: list(client.events(unknown)),
         lambda: list(client.events(unknown, follow=True)),
         lambda: list(client.logs(unknown)),

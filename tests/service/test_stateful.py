@@ -103,6 +103,12 @@ class ControlPlane(RuleBasedStateMachine):
     def change(self, place: int, priority: int) -> None:
         self.command(place, lambda job_id: self.world.change(job_id, priority=priority, labels={"team": str(priority)}))
 
+    @precondition(lambda self: self.jobs)
+    @rule(place=st.integers(0, 99))
+    def delete(self, place: int) -> None:
+        self.command(place, self.world.delete)
+        self.jobs = [job_id for job_id in self.jobs if self.world.is_stored(job_id)]
+
     def command(self, place: int, command: Callable[[str], None]) -> None:
         """Send a command for one of the jobs, which may be in any state."""
         job_id = self.jobs[place % len(self.jobs)]
