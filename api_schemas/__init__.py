@@ -11,7 +11,7 @@ from octet.api_schemas.attempt import Attempt, Checkpoint, CheckpointFile, Event
 from octet.api_schemas.base import Contract, JsonScalar, Page, SpecConflict, Timestamp, refusal, rfc3339
 from octet.api_schemas.data import ANY_FILE, DataSpec, Files, Needs, SourceSpec, TextSpec
 from octet.api_schemas.inputs import ImageInput, Task, TokenInput, tokens_per_sample
-from octet.api_schemas.job import Job, JobSpec, JobSummary, Progress, QueuePlace, RetrySpec, StartTimes, ValidatedJob
+from octet.api_schemas.job import Job, JobChange, JobSpec, JobSummary, Progress, QueuePlace, RetrySpec, StartTimes, ValidatedJob
 from octet.api_schemas.launch import AttemptRef, CheckpointRef, LaunchOrder, PoolCapacity, Probe, ProbeState
 from octet.api_schemas.layout import AxisName, BatchDivision, Layout, ParallelismSpec
 from octet.api_schemas.models import PRESETS, FamilySizes, FamilySpec, GPTSizes, GPTSpec, ModelSizes, ModelSpec
@@ -72,6 +72,7 @@ __all__ = [
     "GPTSpec",
     "ImageInput",
     "Job",
+    "JobChange",
     "JobSpec",
     "JobState",
     "JobSummary",

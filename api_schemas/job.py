@@ -19,7 +19,8 @@ from octet.api_schemas.states import DesiredState, FailureReason, JobState
 from octet.api_schemas.training import AdapterSpec, TrainingSpec
 
 JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
-Labels = dict[LabelKey, Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]]
+LabelText = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Labels = dict[LabelKey, LabelText]
 
 
 MAX_SPEC_BYTES = 64 << 10
@@ -126,6 +127,15 @@ class JobSpec(Contract):
         if conflict := check_job(self):
             raise conflict.as_refusal()
         return self
+
+
+class JobChange(Contract):
+    """A change of a job that is stored, as a JSON merge patch: what is left out stays as it is."""
+
+    priority: int | None = Field(default=None, ge=0, le=100, description="100 goes first; of a job that is not over")
+    labels: dict[LabelKey, LabelText | None] | None = Field(
+        default=None, max_length=64, description="labels to set; null removes one"
+    )
 
 
 _RECIPE = "how the operands of FP8 products are scaled, from the spec or else the level; null if no product is in FP8"

@@ -196,6 +196,33 @@ class Client:
         """Put a paused job back into the queue. It goes on from its newest checkpoint."""
         return read(Job, self._post(f"{_path(job_id)}/resume"))
 
+    def clone(self, job_id: str, patch: Mapping[str, Any] | None = None, idempotency_key: str | None = None) -> Job:
+        """Submit a job's spec once more, as a job of its own.
+
+        patch: fields to change, such as {"training": {"steps": 50}}; None as a value removes one.
+        """
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
+        return read(Job, self._post(f"{_path(job_id)}/clone", dict(patch or {}), headers))
+
+    def retry(self, job_id: str, *, steps: int | None = None) -> Job:
+        """Put a job that failed or was cancelled back into the queue. It goes on from its newest checkpoint.
+
+        steps: go on to this step, later than the last one; so does a job that has succeeded.
+        """
+        return read(Job, self._post(f"{_path(job_id)}/retry{'' if steps is None else f'?steps={steps}'}"))
+
+    def change(self, job_id: str, patch: Mapping[str, Any]) -> Job:
+        """Change a job's labels, and the priority of one that is not over: {"priority": 70, "labels": {"team": "research"}}.
+
+        Labels that are left out stay; None as a value removes one.
+        """
+        answer = self._connection.request("PATCH", _path(job_id), document=dict(patch), patience_s=self._patience_s)
+        return read(Job, answer)
+
+    def delete(self, job_id: str) -> None:
+        """Delete a job that is over, with its events, logs, curve and checkpoints."""
+        self._connection.request("DELETE", _path(job_id), patience_s=self._patience_s)
+
     def attempts(self, job_id: str) -> Iterator[Attempt]:
         """Iterate over the job's attempts, in order."""
         return self._records(job_id, "attempts", Page[Attempt])

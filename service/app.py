@@ -11,7 +11,7 @@ from anyio.to_thread import run_sync
 from fastapi import Depends, FastAPI, Response
 from fastapi import Request as HttpRequest
 
-from octet.api_schemas import Problem
+from octet.api_schemas import JobChange, Problem
 from octet.api_schemas.plan import PlanRequest
 from octet.service import page
 from octet.service.db.bulk import Transaction
@@ -116,8 +116,8 @@ class _Api(FastAPI):
             schemas = super().openapi()["components"]["schemas"]
             for unused in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(unused, None)
-            for contract in (PlanRequest, Problem):  # of routes that FastAPI does not read
+            for contract in (JobChange, PlanRequest, Problem):  # of routes that FastAPI does not read
                 schema = contract.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
-                schemas |= {**schema.pop("$defs"), contract.__name__: schema}
+                schemas |= {**schema.pop("$defs", {}), contract.__name__: schema}
         assert self.openapi_schema is not None
         return self.openapi_schema

@@ -1,6 +1,6 @@
-"""Commands that act on jobs: submit, validate, watch, pause, resume, cancel."""
+"""Commands that act on jobs: submit, clone, validate, watch, change, pause, resume, cancel, retry, delete."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -39,18 +39,35 @@ def submit(
     document = load_job_file(file)
     apply_settings(document, settings or [])
     spec = check_spec(document, file)
-    terminal = Terminal()
     with connect(url) as client:
-        job = client.submit(spec)
-        for setting in job.spec.precision.not_applied:
-            terminal.complain(f"Ignored: {setting}.")
-        if not watch:
-            next_step = Text(f"{job.id} is {job.state.value}. Watch it with: octet watch {job.id}")
-            terminal.show_json(job) if as_json else terminal.show(next_step)
-            return
-        if not as_json:
-            terminal.show(Text(f"{job.id} is stored. Ctrl-C leaves it running."))
-        _see_through(client, job.id, terminal, as_json)
+        _show_submitted(client, client.submit(spec), watch, as_json)
+
+
+def clone(
+    job_id: JobId,
+    settings: Settings = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show progress until it is over.")] = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a job's spec once more, with changes."""
+    patch: dict[str, Any] = {}
+    apply_settings(patch, settings or [])
+    with connect(url) as client:
+        _show_submitted(client, client.clone(find_to_read(client, job_id).id, patch), watch, as_json)
+
+
+def _show_submitted(client: Client, job: Job, watch: bool, as_json: bool) -> None:
+    terminal = Terminal()
+    for setting in job.spec.precision.not_applied:
+        terminal.complain(f"Ignored: {setting}.")
+    if not watch:
+        next_step = Text(f"{job.id} is {job.state.value}. Watch it with: octet watch {job.id}")
+        terminal.show_json(job) if as_json else terminal.show(next_step)
+        return
+    if not as_json:
+        terminal.show(Text(f"{job.id} is stored. Ctrl-C leaves it running."))
+    _see_through(client, job.id, terminal, as_json)
 
 
 def watch(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
@@ -123,6 +140,44 @@ def cancel(
         _show_state(client.cancel(find_job(client, job_id).id, save=not now), as_json)
 
 
+def retry(
+    job_id: JobId,
+    steps: Annotated[int | None, typer.Option("--steps", help="Go on to this step, later than the last one.")] = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Let a job that failed or was cancelled go on from its checkpoint."""
+    with connect(url) as client:
+        _show_state(client.retry(find_job(client, job_id).id, steps=steps), as_json)
+
+
+def change(
+    job_id: JobId,
+    settings: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="priority=70, labels.team=research")],
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Change a job's priority or labels; the value null removes a label."""
+    patch: dict[str, Any] = {}
+    apply_settings(patch, settings)
+    with connect(url) as client:
+        _show_state(client.change(find_job(client, job_id).id, patch), as_json)
+
+
+def delete(
+    job_id: JobId,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Delete a job that is over, with its logs and checkpoints."""
+    with connect(url) as client:
+        job = find_job(client, job_id)
+        if not yes:
+            typer.confirm(f"Delete {job.name} ({job.id}) with its logs and checkpoints?", abort=True, err=True)
+        client.delete(job.id)
+        Terminal().show(Text(f"{job.id} is deleted."))
+
+
 def _show_state(job: Job, as_json: bool) -> None:
     terminal = Terminal()
     terminal.show_json(job) if as_json else terminal.show(Text(f"{job.id} is {job.state.value}."))
@@ -144,9 +199,13 @@ def _see_through(client: Client, job_id: str, terminal: Terminal, as_json: bool)
 
 COMMANDS: Commands = {
     "submit": submit,
+    "clone": clone,
     "validate": validate,
     "watch": watch,
     "pause": pause,
     "resume": resume,
     "cancel": cancel,
+    "retry": retry,
+    "change": change,
+    "delete": delete,
 }

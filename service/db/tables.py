@@ -288,6 +288,15 @@ class IdempotencyKeyRow(Base):
     expires_at: Mapped[datetime] = mapped_column(index=True)
 
 
+class DeletedJobRow(Base):
+    """A job that was deleted, until a loop of the dispatcher has deleted its folder too."""
+
+    __tablename__ = "deleted_jobs"
+
+    job_id: Mapped[str] = mapped_column(id_column(), primary_key=True)
+    deleted_at: Mapped[datetime]
+
+
 class LeaseRow(Base):
     """The dispatcher that leads. A holder that does not renew in time loses the lease to the next one that asks."""
 

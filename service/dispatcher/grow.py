@@ -51,10 +51,9 @@ def _larger(context: DispatcherContext, session: Session, shrunk: list[ShrunkAtt
 def _yield(context: DispatcherContext, shrunk: ShrunkAttempt, workers: int, now: datetime) -> None:
     with context.write() as (session, now):
         locked = store.jobs.lock_attempt(session, shrunk.ref.attempt_id)
-        assert locked is not None
-        job, attempt = locked
-        if attempt.state is not AttemptState.RUNNING or job.desired is not DesiredState.RUN:
+        if locked is None or locked[1].state is not AttemptState.RUNNING or locked[0].desired is not DesiredState.RUN:
             return
+        job, attempt = locked
         message = (
             f"makes way after a checkpoint for an attempt with {workers} ranks in place of {attempt.workers}: slots are free"
         )

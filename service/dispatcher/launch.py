@@ -54,10 +54,9 @@ def step(context: DispatcherContext) -> None:
 
 def _claim(context: DispatcherContext, session: Session, attempt_id: str, now: datetime) -> Claim | None:
     locked = store.jobs.lock_attempt(session, attempt_id)
-    assert locked is not None
-    job, attempt = locked
-    if attempt.state.is_terminal:
+    if locked is None or locked[1].state.is_terminal:
         return None
+    job, attempt = locked
     pool = context.settings.pool(attempt.pool)
     is_users_code = job.spec["model"].get("family") in families_with("users_code")
     is_refused = pool is not None and is_users_code and not pool.allows_entrypoints

@@ -1,6 +1,7 @@
 """Ends orphans: processes on the cluster without an attempt that may have them.
 
-It also deletes the files of checkpoints that their jobs do not keep, and old idempotency keys, and gathers tallies.
+It also deletes the folders of deleted jobs, the files of checkpoints that their jobs do not keep, and old idempotency keys,
+and gathers tallies.
 """
 
 import logging
@@ -30,7 +31,27 @@ def step(context: DispatcherContext) -> None:
         context.each(lambda ref: _stop(context, ref), [ref for ref in found if ref.attempt_id not in ours])
     except LauncherError as error:
         logger.warning("the cluster was not searched for orphans: %s", error)
+    _delete_jobs(context)
     _delete_checkpoints(context)
+
+
+def _delete_jobs(context: DispatcherContext) -> None:
+    """Delete the folders of deleted jobs. A job is forgotten only after that, so a dispatcher that dies leaves no folder."""
+    with context.database.read() as session:
+        deleted = store.jobs.deleted_jobs(session, MOST_JOBS)
+    gone = []
+    for job_id in deleted:
+        folder = context.settings.job_dir(job_id)
+        try:
+            if folder.exists():
+                shutil.rmtree(folder)
+            gone.append(job_id)
+        except OSError as error:
+            logger.warning("the folder of the deleted job %s stays until it can be deleted: %s", job_id, error)
+        context.health.progressed()
+    if gone:
+        with context.write() as (session, _):
+            store.jobs.forget_deleted(session, gone)
 
 
 def _delete_checkpoints(context: DispatcherContext) -> None:

@@ -27,6 +27,6 @@ def _release(context: DispatcherContext, ref: AttemptRef) -> None:
         return
     with context.write() as (session, now):
         locked = store.jobs.lock_attempt(session, ref.attempt_id)
-        assert locked is not None
+        assert locked is not None, "a job is deleted once its attempts are released"
         locked[1].released_at = locked[1].released_at or now
     context.wake()

@@ -64,10 +64,9 @@ def _with_news(context: DispatcherContext, refs: list[AttemptRef], probes: Mappi
 def _write(context: DispatcherContext, probes: Mapping[AttemptRef, Probe], ref: AttemptRef) -> None:
     with context.write() as (session, now):
         locked = store.jobs.lock_attempt(session, ref.attempt_id)
-        assert locked is not None
-        job, attempt = locked
-        if attempt.state.is_terminal:
+        if locked is None or locked[1].state.is_terminal:  # the user may even have deleted it since it was judged
             return
+        job, attempt = locked
         finding = judge(job, attempt, probes.get(ref), now, context.leads_since or now, context.settings)
         attempt.exited_at, attempt.placed_at = finding.exited_at, finding.placed_at
         if finding.ending is not None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import anyio
 from fastapi import Request
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octet.api_schemas import Contract, Violation
@@ -149,6 +149,15 @@ def body_of(contract: type[Contract]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+PATCH_OF_SPEC = {
+    "requestBody": {
+        "required": False,
+        "description": "a JSON merge patch (RFC 7396) of the spec: null removes a field, so that its default holds",
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    }
+}
+
+
 async def read_json(request: Request, contract: type[Read]) -> Read:
     """Parse and validate the body of a request in one go, from its bytes. Raises InvalidJson or InvalidRequest.
 
@@ -157,6 +166,18 @@ async def read_json(request: Request, contract: type[Read]) -> Read:
     body = await request.body()
     _refuse_many_values(body)
     return parse_json(body, request.headers.get("content-type", ""), contract, contract.model_validate_json)
+
+
+async def read_patch(request: Request, contract: type[Contract]) -> dict[str, Any]:
+    """Read the body of a request as a JSON merge patch for a document of `contract`; no body is an empty patch."""
+    body = await request.body()
+    if not body:
+        return {}
+    _refuse_many_values(body)
+    return parse_json(body, request.headers.get("content-type", ""), contract, _ANY_MAPPING.validate_json)
+
+
+_ANY_MAPPING = TypeAdapter(dict[str, Any])
 
 
 def _refuse_many_values(body: bytes) -> None:

@@ -11,7 +11,7 @@ from typing import get_args
 
 from sqlalchemy.orm import Session
 
-from octet.api_schemas import AttemptState, Blame, FailureReason, JobSpec, JobState, JobSummary, JsonScalar
+from octet.api_schemas import AttemptState, Blame, DesiredState, FailureReason, JobSpec, JobState, JobSummary, JsonScalar
 from octet.api_schemas.report import StartPhase
 from octet.service import store
 from octet.service.db.tables import AttemptRow, JobRow
@@ -131,7 +131,7 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
     elif ending.event is AttemptEvent.CANCEL:
         _end_job(session, job, JobEvent.STOP, now)
     elif ending.event is AttemptEvent.YIELD:
-        job.state, job.queued_at = next_job_state(job.state, JobEvent.RETRY), now
+        job.state, job.queued_at = next_job_state(job.state, JobEvent.REQUEUE), now
         store.jobs.add_event(session, job, now, "job.queued", ending.message or "", attempt_id=attempt.id)
     else:
         _fail(session, job, ending, now)
@@ -147,24 +147,49 @@ def hold(session: Session, job: JobRow, event: JobEvent, now: datetime) -> None:
     job.state = next_job_state(job.state, event)
     job.not_before = None
     job.remaining_s = None
-    newest = next(iter(store.records.newest_checkpoints(session, job.id, 1)), None)
-    goes_on = "at the beginning: it has no checkpoint"
-    if newest is not None:
-        goes_on = f"after step {newest.step}, from its checkpoint"
-    data: dict[str, JsonScalar] = {"checkpoint_step": newest.step if newest is not None else None}
+    goes_on, data = _next_start(session, job)
     store.jobs.add_event(session, job, now, "job.paused", f"the job is paused; it will go on {goes_on}", data=data)
     logger.info("job %s (%s) is paused; it will go on %s", job.id, job.name, goes_on)
+
+
+def revive(session: Session, job: JobRow, event: JobEvent, now: datetime) -> None:
+    """Put a job that is over back into the queue, with the whole budgets for failures, for another attempt.
+
+    Its attempts, events, logs and checkpoints stay.
+    """
+    job.state, job.desired = next_job_state(job.state, event), DesiredState.RUN
+    job.queued_at = now
+    job.finished_at = job.stop_requested_at = job.not_before = None
+    job.reason = job.message = job.summary = None
+    # Failures by a full disk are left out of the budget by their number, so it starts there.
+    job.num_failures = 0
+    job.num_platform_failures = store.jobs.count_failures(session, job.id, FailureReason.STORAGE_FULL)
+    goes_on, data = _next_start(session, job)
+    message = f"{'continued' if event is JobEvent.EXTEND else 'retried'}; it goes on {goes_on}"
+    if event is JobEvent.EXTEND:
+        message += f", to step {job.num_steps}"
+        data["steps"] = job.num_steps
+    store.jobs.add_event(session, job, now, "job.queued", message, data=data)
+    logger.info("job %s (%s) is %s", job.id, job.name, message)
+
+
+def _next_start(session: Session, job: JobRow) -> tuple[str, dict[str, JsonScalar]]:
+    """Say where the job's next attempt goes on, and give the step of the checkpoint."""
+    newest = next(iter(store.records.newest_checkpoints(session, job.id, 1)), None)
+    if newest is None:
+        return "at the beginning: it has no checkpoint", {"checkpoint_step": None}
+    return f"after step {newest.step}, from its checkpoint", {"checkpoint_step": newest.step}
 
 
 def _fail(session: Session, job: JobRow, ending: Ending, now: datetime) -> None:
     assert ending.reason is not None, "a failure has a reason"
     if job.state is not JobState.CANCELLING and _may_retry(session, job, ending.reason):
         if job.state is JobState.PAUSING:
-            hold(session, job, JobEvent.RETRY, now)
+            hold(session, job, JobEvent.REQUEUE, now)
             return
         number = job.num_failures + job.num_platform_failures
         wait_s = min(LONGEST_BACKOFF_S, 2.0 ** min(number - 1, 10))
-        job.state = next_job_state(job.state, JobEvent.RETRY)
+        job.state = next_job_state(job.state, JobEvent.REQUEUE)
         job.queued_at = now
         job.not_before = now + timedelta(seconds=wait_s)
         message = f"tried again in {wait_s:g} s, after failure {number} ({ending.reason.value})"

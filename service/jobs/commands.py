@@ -1,22 +1,27 @@
-"""Submit, pause, resume and cancel jobs for a user. Each is one transaction, which the route opens."""
+"""Submit, change, pause, resume, cancel, retry and delete jobs for a user. Each is one transaction, which the route opens."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 from sqlalchemy.orm import Session
 
-from octet.api_schemas import AttemptState, DesiredState, JobSpec, JobState
+from octet.api_schemas import AttemptState, DesiredState, JobChange, JobSpec, JobState, Violation
 from octet.service import store
 from octet.service.db.bulk import Transaction
 from octet.service.db.tables import JobRow
-from octet.service.errors import IdempotencyMismatch, NotFound
+from octet.service.errors import IdempotencyMismatch, IllegalTransition, InvalidRequest, NotFound
 from octet.service.jobs import attempts
 from octet.service.jobs.attempts import Ending
 from octet.service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
 from octet.service.jobs.requests import Request, Submission, earlier, take_keys
+from octet.service.jobs.specs import changed, merge_patch
 from octet.service.settings import DEFAULT_TENANT
 from octet.service.store.ids import new_ids
 from octet.service.store.jobs import NewJob
+
+logger = logging.getLogger(__name__)
 
 
 def submit(
@@ -69,6 +74,7 @@ def _new_job(request: Request, job_id: str, now: datetime) -> NewJob:
         spec_text=request.spec_text,
         labels=spec.labels,
         created_at=now,
+        cloned_from=request.cloned_from,
     )
 
 
@@ -110,6 +116,79 @@ def cancel(session: Session, job_id: str, now: datetime, tenant: str | None = No
     if job.state is not JobState.CANCELLING or (job.desired.saves and not saves):
         _stop(session, job, DesiredState.CANCEL if saves else DesiredState.CANCEL_NOW, now)
     return job
+
+
+def retry(session: Session, job_id: str, now: datetime, tenant: str | None = None, steps: int | None = None) -> JobRow:
+    """Put a job that failed or was cancelled back into the queue. It goes on from its newest checkpoint.
+
+    steps: go on to this step, which is later than its last one; so does a job that has succeeded. A job that waits or runs,
+    to that step if one is given, stays as it is. Raises NotFound, also for another tenant's job, IllegalTransition, and
+    InvalidRequest for steps that the job cannot have.
+    """
+    job = _lock(session, job_id, tenant)
+    event = JobEvent.RETRY if steps is None else JobEvent.EXTEND
+    is_live = job.state in {JobState.QUEUED, JobState.STARTING, JobState.RUNNING}
+    if is_live and steps in (None, job.spec["training"]["steps"]):
+        return job
+    next_job_state(job.state, event)
+    if steps is not None:
+        if job.num_steps is not None and steps <= job.num_steps:
+            message = "Give more steps; to train fewer, clone the job."
+            violation = Violation(field="steps", got=str(steps), allowed=f"more than {job.num_steps}", message=message)
+            raise InvalidRequest.of((violation,))
+        _patch_spec(job, {"training": {"steps": steps, "epochs": None}})
+        job.steps = None  # the next attempt reports them, as any first one does
+    attempts.revive(session, job, event, now)
+    return job
+
+
+def change(session: Session, job_id: str, wanted: JobChange, now: datetime, tenant: str | None = None) -> JobRow:
+    """Change the priority and the labels of a job. What it has already changes nothing.
+
+    Raises NotFound, also for another tenant's job, IllegalTransition for the priority of a job that is over, and
+    InvalidRequest for more labels than a job may have.
+    """
+    job = _lock(session, job_id, tenant)
+    spec = JobSpec.read_stored(job.spec)
+    patch: dict[str, Any] = {}
+    words = []
+    if wanted.priority is not None and wanted.priority != job.priority:
+        if job.state.is_terminal:
+            raise IllegalTransition(f"the job is {job.state.value}: its priority has no effect. Retry it first, or clone it.")
+        patch["priority"] = wanted.priority
+        words.append(f"priority is {wanted.priority}, was {job.priority}")
+    labels = {key: value for key, value in (wanted.labels or {}).items() if spec.labels.get(key) != value}
+    if labels:
+        patch["labels"] = labels
+        words += [f"label {key} is {'gone' if value is None else repr(value)}" for key, value in labels.items()]
+    if patch:
+        _patch_spec(job, patch)
+        job.priority = job.spec["priority"]
+        store.jobs.put_labels(session, job.id, labels)
+        store.jobs.add_event(session, job, now, "job.changed", f"changed: {', '.join(words)}"[:4096])
+    return job
+
+
+def delete(session: Session, job_id: str, now: datetime, tenant: str | None = None) -> None:
+    """Delete a job that is over, with its events, logs, curve and checkpoints. A loop of the dispatcher deletes its folder.
+
+    Raises NotFound, also for another tenant's job, and IllegalTransition while it is not over or still has processes.
+    """
+    job = _lock(session, job_id, tenant)
+    if not job.state.is_terminal:
+        raise IllegalTransition(f"the job is {job.state.value}; delete is not possible. Cancel it first.")
+    if any(attempt.released_at is None for attempt in store.jobs.attempts_of(session, job.id)):
+        raise IllegalTransition(
+            f"the job is {job.state.value}, and its processes are being stopped. Try again in some seconds."
+        )
+    store.jobs.delete_job(session, job, now)
+    logger.info("job %s (%s) is deleted", job.id, job.name)
+
+
+def _patch_spec(job: JobRow, patch: Mapping[str, Any]) -> None:
+    """Change a stored spec, once the result is checked. What it lacks because it is older, it lacks afterwards too."""
+    changed(JobSpec.read_stored(job.spec), patch)
+    job.spec = merge_patch(job.spec, patch)
 
 
 def _lock(session: Session, job_id: str, tenant: str | None) -> JobRow:

@@ -2,8 +2,9 @@
 
 job      queued ──place──▶ starting ──start──▶ running ──succeed──▶ succeeded
            ▲  └─cancel─▶ cancelled    │           │
-           ├───────────────retry──────┴───────────┤ fail ─▶ failed,  cancel ─▶ cancelling ─▶ cancelled
-           └──resume── paused ◀─stop── pausing ◀──┘ pause;  a queued job is paused at once
+           ├──────────────requeue─────┴───────────┤ fail ─▶ failed,  cancel ─▶ cancelling ─▶ cancelled
+           ├──resume── paused ◀─stop── pausing ◀──┘ pause;  a queued job is paused at once
+           └──retry── failed, cancelled;  with more steps also succeeded
 
 attempt  reserved ─claim─▶ launching ─launched─▶ starting ─started─▶ running ─▶ succeeded | failed | cancelled
 """
@@ -20,8 +21,10 @@ class JobEvent(StrEnum):
     PAUSE = "pause"
     RESUME = "resume"
     CANCEL = "cancel"
-    SUCCEED = "succeed"
     RETRY = "retry"
+    EXTEND = "retry with more steps"
+    SUCCEED = "succeed"
+    REQUEUE = "requeue"  # its attempt failed or yielded, and another follows
     FAIL = "fail"
     STOP = "stop"  # the attempt of a job that is being paused or cancelled has ended
 
@@ -44,18 +47,18 @@ JOB_TRANSITIONS: dict[tuple[JobState, JobEvent], JobState] = {
     (_J.STARTING, _E.START): _J.RUNNING,
     (_J.STARTING, _E.PAUSE): _J.PAUSING,
     (_J.STARTING, _E.CANCEL): _J.CANCELLING,
-    (_J.STARTING, _E.RETRY): _J.QUEUED,
+    (_J.STARTING, _E.REQUEUE): _J.QUEUED,
     (_J.STARTING, _E.FAIL): _J.FAILED,
     (_J.RUNNING, _E.PAUSE): _J.PAUSING,
     (_J.RUNNING, _E.CANCEL): _J.CANCELLING,
     (_J.RUNNING, _E.SUCCEED): _J.SUCCEEDED,
-    (_J.RUNNING, _E.RETRY): _J.QUEUED,
+    (_J.RUNNING, _E.REQUEUE): _J.QUEUED,
     (_J.RUNNING, _E.FAIL): _J.FAILED,
     # While it is being paused a job may still begin or end on its own; after a failure it waits as a paused job.
     (_J.PAUSING, _E.START): _J.PAUSING,
     (_J.PAUSING, _E.CANCEL): _J.CANCELLING,
     (_J.PAUSING, _E.SUCCEED): _J.SUCCEEDED,
-    (_J.PAUSING, _E.RETRY): _J.PAUSED,
+    (_J.PAUSING, _E.REQUEUE): _J.PAUSED,
     (_J.PAUSING, _E.FAIL): _J.FAILED,
     (_J.PAUSING, _E.STOP): _J.PAUSED,
     (_J.PAUSED, _E.RESUME): _J.QUEUED,
@@ -66,9 +69,13 @@ JOB_TRANSITIONS: dict[tuple[JobState, JobEvent], JobState] = {
     (_J.CANCELLING, _E.SUCCEED): _J.SUCCEEDED,
     (_J.CANCELLING, _E.FAIL): _J.CANCELLED,
     (_J.CANCELLING, _E.STOP): _J.CANCELLED,
+    # A job that is over goes on only if somebody asks for it.
+    (_J.FAILED, _E.RETRY): _J.QUEUED,
+    (_J.CANCELLED, _E.RETRY): _J.QUEUED,
+    **{(state, _E.EXTEND): _J.QUEUED for state in JobState if state.is_terminal},
 }
 
-_COMMANDS = (_E.PAUSE, _E.RESUME, _E.CANCEL)
+_COMMANDS = (_E.PAUSE, _E.RESUME, _E.CANCEL, _E.RETRY, _E.EXTEND)
 
 _A, _V = AttemptState, AttemptEvent
 ATTEMPT_TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
@@ -89,7 +96,7 @@ ATTEMPT_TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
 def next_job_state(state: JobState, event: JobEvent) -> JobState:
     """Raises IllegalTransition, which lists what a user can do, where the table has no such row."""
     if (state, event) not in JOB_TRANSITIONS:
-        possible = [known.value for known in _COMMANDS if (state, known) in JOB_TRANSITIONS] or ["nothing: it is over"]
+        possible = [known.value for known in _COMMANDS if (state, known) in JOB_TRANSITIONS]
         raise IllegalTransition(f"the job is {state.value}; {event.value} is not possible. Possible: {', '.join(possible)}.")
     return JOB_TRANSITIONS[state, event]
 

@@ -28,7 +28,9 @@ class Request:
     idempotency_key: str | None = None
     tenant: str = DEFAULT_TENANT
     sent: bytes | None = None
-    """The job as it was sent, in JSON; None for one that was made here."""
+    """The request as it was sent, in JSON; None for one that was made here."""
+    cloned_from: str | None = None
+    """The job whose spec it is, with or without changes."""
 
     @cached_property
     def spec_text(self) -> str:
@@ -84,7 +86,7 @@ def is_replay(database: Database, request: Request) -> bool:
 
 
 def _used_for(session: Session, request: Request, key: str, now: datetime, new: Mapping[str, NewJob]) -> JobRow | NewJob | None:
-    """Find the job that a key was used for. Raises IdempotencyMismatch if another one was asked for then.
+    """Find the job that a key was used for. Raises IdempotencyMismatch if another one was asked for then, or it is deleted.
 
     The same was asked for if the same was sent, or if it means the same: a key of an older version has another hash.
     """
@@ -92,7 +94,8 @@ def _used_for(session: Session, request: Request, key: str, now: datetime, new: 
     if used is None:
         return None
     job = new.get(used.job_id) or store.jobs.find_job(session, used.job_id)
-    assert job is not None, "jobs are never deleted"
+    if job is None:
+        raise IdempotencyMismatch(f"Idempotency-Key {key!r} was used for {used.job_id}, which is deleted. Use a new key.")
     spec = json.loads(job.spec_text) if isinstance(job, NewJob) else job.spec
     if used.body_hash != request.body_hash and not request.is_for(spec):
         raise IdempotencyMismatch(

@@ -56,18 +56,22 @@ class Sparklines:
 
 
 class RowTotals:
-    """The lengths of lists that one process has counted. Jobs are never deleted, and only their states change.
+    """The lengths of lists that one process has counted.
 
-    So a list is counted again once there are more jobs, or, where it is filtered by states, once a state has changed.
+    A list is counted again once there are other jobs, or, where it is filtered by states, once a state has changed. One that
+    is filtered by labels, which change without either, is counted each time.
     """
 
     def __init__(self) -> None:
-        self._counted: dict[RowFilter, tuple[int, int]] = {}
+        self._counted: dict[RowFilter, tuple[object, int]] = {}
 
     def read(self, session: Session, wanted: RowFilter) -> int:
         """Return how many jobs a list has."""
+        if wanted.labels:
+            return store.rows.count_rows(session, wanted)
         tallies = store.tallies.read(session)
-        version = tallies.version if wanted.states else sum(tallies.jobs.values())
+        # Ids grow: where as many jobs have the same newest one, none was added and none deleted.
+        version = tallies.version if wanted.states else (sum(tallies.jobs.values()), store.jobs.newest_job(session).id)
         known = self._counted.get(wanted)
         if known is not None and known[0] == version:
             return known[1]

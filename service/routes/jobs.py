@@ -1,4 +1,4 @@
-"""Jobs: submit, validate, list, read, pause, resume, cancel."""
+"""Jobs: submit, clone, validate, list, read, change, pause, resume, cancel, retry, delete."""
 
 from collections.abc import Callable
 from datetime import datetime
@@ -10,7 +10,7 @@ from fastapi import Request as HttpRequest
 from pydantic import StringConstraints
 from sqlalchemy.orm import Session
 
-from octet.api_schemas import Job, JobSpec, JobState, Page, ValidatedJob, Violation
+from octet.api_schemas import Job, JobChange, JobSpec, JobState, Page, ValidatedJob, Violation
 from octet.api_schemas.planned_states import validated
 from octet.service import store
 from octet.service.db.tables import JobRow
@@ -25,11 +25,12 @@ from octet.service.deps import (
     visible_tenant,
 )
 from octet.service.errors import InvalidRequest, NotFound, ServiceError
-from octet.service.http.bodies import body_of, read_json
+from octet.service.http.bodies import PATCH_OF_SPEC, body_of, read_json, read_patch
 from octet.service.http.pages import page_as_json
 from octet.service.http.problems import answers
 from octet.service.jobs import commands, requests
 from octet.service.jobs.requests import Request
+from octet.service.jobs.specs import changed
 from octet.service.jobs.submissions import Stored
 from octet.service.routes.job_views import accepted, rendered_jobs, shown_job
 from octet.service.store.ids import is_id
@@ -75,6 +76,31 @@ async def validate(http_request: HttpRequest, context: AppContextDep) -> Validat
     return await run_sync(validated, spec)
 
 
+@router.post(
+    "/{job_id}/clone",
+    status_code=201,
+    response_model=Job,
+    operation_id="clone_job",
+    responses=answers(400, 404, 413, 422),
+    openapi_extra=PATCH_OF_SPEC,
+)
+async def clone(http_request: HttpRequest, job_id: JobIdDep, idempotency_key: IdempotencyKeyDep = None) -> Response:
+    """Submit the spec of a job once more, as it is or with a patch, as a job of its own. It starts from the beginning."""
+    context, patch = context_of(http_request), await read_patch(http_request, JobSpec)
+    source = await run_sync(_spec_of, context, job_id, visible_tenant(http_request))
+    sent = b'{"clone": "%s", "patch": %s}' % (job_id.encode(), await http_request.body() or b"{}")
+    request = Request(changed(source, patch), idempotency_key, tenant_of_request(http_request), sent, cloned_from=job_id)
+    return accepted(await _store_checked(request, context), context)
+
+
+def _spec_of(context: AppContext, job_id: str, tenant: str | None) -> JobSpec:
+    with context.database.read() as session:
+        job = store.jobs.find_job(session, job_id, tenant)
+        if job is None:
+            raise NotFound(f"there is no job {job_id}")
+        return JobSpec.read_stored(job.spec)
+
+
 @router.get("", response_model=Page[Job], operation_id="list_jobs", responses=answers(422))
 def list_jobs(
     request: HttpRequest,
@@ -107,6 +133,15 @@ def get_job(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) 
     return Response(job, media_type="application/json")
 
 
+@router.patch(
+    "/{job_id}", operation_id="change_job", responses=answers(400, 404, 409, 413, 422), openapi_extra=body_of(JobChange)
+)
+async def change(http_request: HttpRequest, job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> Job:
+    """Change the labels of a job, and the priority of one that is not over. A job that runs goes on."""
+    wanted = await read_json(http_request, JobChange)
+    return await run_sync(_change, context, lambda session, now: commands.change(session, job_id, wanted, now, tenant))
+
+
 @router.post("/{job_id}/cancel", status_code=202, operation_id="cancel_job", responses=answers(404, 409, 422))
 def cancel(
     job_id: JobIdDep,
@@ -131,6 +166,29 @@ def pause(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) ->
 def resume(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> Job:
     """Put a paused job back into the queue. It goes on from its newest checkpoint, to the bit as if nobody had paused it."""
     return _change(context, lambda session, now: commands.resume(session, job_id, now, tenant))
+
+
+@router.post("/{job_id}/retry", status_code=202, operation_id="retry_job", responses=answers(404, 409, 422))
+def retry(
+    job_id: JobIdDep,
+    context: AppContextDep,
+    tenant: VisibleTenantDep,
+    steps: Annotated[
+        int | None, Query(ge=1, le=100_000_000, description="go on to this step, which is later than the last one")
+    ] = None,
+) -> Job:
+    """Put a job that failed or was cancelled back into the queue. It goes on from its newest checkpoint.
+
+    With `steps` it goes on further than its spec said, and so does a job that has succeeded.
+    """
+    return _change(context, lambda session, now: commands.retry(session, job_id, now, tenant, steps))
+
+
+@router.delete("/{job_id}", status_code=204, operation_id="delete_job", responses=answers(404, 409, 422))
+def delete(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> None:
+    """Delete a job that is over, with its events, logs, curve and checkpoints. Its folder goes within a minute."""
+    with context.database.write() as session:
+        commands.delete(session, job_id, context.database.now(session), tenant)
 
 
 def _change(context: AppContext, change: Callable[[Session, datetime], JobRow]) -> Job:

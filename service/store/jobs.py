@@ -4,7 +4,7 @@ A transaction that changes a job locks its row first (`lock_job`, `lock_attempt`
 order: event numbers have no gaps, and two transitions never race.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
@@ -14,7 +14,16 @@ from sqlalchemy.orm import Session
 
 from octet.api_schemas import DesiredState, FailureReason, JobState, JsonScalar
 from octet.service.db.bulk import Rows, Transaction, connection_of, run, write_together
-from octet.service.db.tables import AttemptRow, Base, EvaluationRow, EventRow, IdempotencyKeyRow, JobLabelRow, JobRow
+from octet.service.db.tables import (
+    AttemptRow,
+    Base,
+    DeletedJobRow,
+    EvaluationRow,
+    EventRow,
+    IdempotencyKeyRow,
+    JobLabelRow,
+    JobRow,
+)
 from octet.service.store.curves import CurvePlace
 from octet.service.store.ids import new_id, new_ids
 
@@ -73,9 +82,7 @@ def lock_attempt(session: Session, attempt_id: str) -> tuple[JobRow, AttemptRow]
         return None
     job = lock_job(session, job_id)
     attempt = session.scalars(_ATTEMPT_TO_WRITE, {"id": attempt_id}).one_or_none()
-    assert job is not None, "an attempt has a job"
-    assert attempt is not None, "attempts are never deleted"
-    return job, attempt
+    return None if job is None or attempt is None else (job, attempt)  # another transaction may have deleted them
 
 
 def attempts_with_jobs(session: Session, attempt_ids: Sequence[str]) -> dict[str, tuple[JobRow, AttemptRow]]:
@@ -100,7 +107,7 @@ _ATTEMPTS_WITH_JOBS = (
 
 
 class NewJob(NamedTuple):
-    """A job to add to the queue. spec_text: its spec as JSON."""
+    """A job to add to the queue. spec_text: its spec as JSON. cloned_from: the job whose spec it took."""
 
     id: str
     name: str
@@ -113,6 +120,7 @@ class NewJob(NamedTuple):
     spec_text: str
     labels: dict[str, str]
     created_at: datetime
+    cloned_from: str | None
 
 
 def add_jobs(transaction: Transaction, jobs: Sequence[NewJob], now: datetime) -> None:
@@ -120,11 +128,18 @@ def add_jobs(transaction: Transaction, jobs: Sequence[NewJob], now: datetime) ->
     events: list[tuple[Any, ...]] = []
     rows: list[tuple[Any, ...]] = []
     for job, event_id in zip(jobs, new_ids("evt", now, len(jobs)), strict=True):
-        *others, _, created_at = job
+        *others, _, created_at, cloned_from = job
         rows.append((*others, created_at, created_at))
-        events.append((event_id, job.id, now, f"accepted into pool {job.pool!r} with priority {job.priority}"))
+        origin = f", as a clone of {cloned_from}" if cloned_from is not None else ""
+        events.append((event_id, job.id, now, f"accepted into pool {job.pool!r} with priority {job.priority}{origin}"))
     labels = [(job.id, key, value) for job in jobs for key, value in job.labels.items()]
     write_together(transaction, [(_NEW_JOBS, rows), (_LABELS, labels), (_FIRST_EVENTS, events)])
+
+
+def put_labels(session: Session, job_id: str, labels: Mapping[str, str | None]) -> None:
+    """Set these labels of a job, and delete those that are None."""
+    session.execute(delete(JobLabelRow).where(JobLabelRow.job_id == job_id, JobLabelRow.key.in_(labels)))
+    session.add_all(JobLabelRow(job_id=job_id, key=key, value=value) for key, value in labels.items() if value is not None)
 
 
 _TABLES = Base.metadata.tables
@@ -151,6 +166,32 @@ _LABELS = Rows(_TABLES[JobLabelRow.__tablename__])
 _FIRST_EVENTS = Rows(
     _TABLES[EventRow.__tablename__], always={"seq": 1, "type": "job.accepted", "attempt_id": None, "data": "{}"}
 )
+
+
+def delete_job(session: Session, job: JobRow, now: datetime) -> None:
+    """Delete a job with all that is stored about it, and note that its folder has to go too. The job must be locked.
+
+    Idempotency keys stay: a late repetition of its submission must not bring it back.
+    """
+    attempt_ids = select(AttemptRow.id).where(AttemptRow.job_id == job.id)
+    for table in reversed(Base.metadata.sorted_tables):
+        if any(key.references(_TABLES[AttemptRow.__tablename__]) for key in table.foreign_keys):
+            session.execute(delete(table).where(table.c.attempt_id.in_(attempt_ids)))
+        elif any(key.references(_TABLES[JobRow.__tablename__]) for key in table.foreign_keys):
+            session.execute(delete(table).where(table.c.job_id == job.id))
+    session.delete(job)
+    session.add(DeletedJobRow(job_id=job.id, deleted_at=now))
+
+
+def deleted_jobs(session: Session, limit: int) -> list[str]:
+    """List deleted jobs that may still have a folder, oldest first."""
+    query = select(DeletedJobRow.job_id).order_by(DeletedJobRow.deleted_at).limit(limit)
+    return list(session.scalars(query))
+
+
+def forget_deleted(session: Session, job_ids: Sequence[str]) -> None:
+    """Forget deleted jobs whose folders are gone."""
+    session.execute(delete(DeletedJobRow).where(DeletedJobRow.job_id.in_(job_ids)))
 
 
 def attempts_of(session: Session, job_id: str) -> list[AttemptRow]:

@@ -51,6 +51,9 @@ RULES: dict[str, Draw] = {
     "cancel": lambda chance: {"place": chance.randrange(100), "saves": chance.random() < 0.5},
     "pause": lambda chance: {"place": chance.randrange(100)},
     "resume": lambda chance: {"place": chance.randrange(100)},
+    "retry": lambda chance: {"place": chance.randrange(100), "more": chance.randrange(3)},
+    "delete": lambda chance: {"place": chance.randrange(100)},
+    "change": lambda chance: {"place": chance.randrange(100), "priority": chance.randint(0, 2)},
     "one_loop": lambda chance: {"loop": chance.choice((place, launch, watch, release))},
     "all_loops": lambda chance: {},
     "orphans": lambda chance: {},
@@ -109,7 +112,7 @@ def _live(database: MortalDatabase, seed: int, num_transitions: int) -> Counter[
         while len(applied) < num_transitions:
             name = chance.choice([*RULES])
             arguments = RULES[name](chance)
-            if name in {"cancel", "pause", "resume"} and not machine.jobs:
+            if name in {"cancel", "pause", "resume", "retry", "change", "delete"} and not machine.jobs:
                 continue
             applied.append(name)
             getattr(machine, name)(**arguments)

@@ -1,10 +1,11 @@
-"""A job on a real cluster that is paused and resumed, its server killed meanwhile, trains what an undisturbed one trains."""
+"""A job on a real cluster that is paused, retried or continued trains what an undisturbed one trains; a deleted one is gone."""
 
 from typing import Any
 
 import pytest
 
 from octet.api_schemas import AttemptState, JobState
+from octet.client import ApiError
 from tests.e2e.octet_server import Server, losses
 from tests.e2e.test_chaos import attempts_of, train_undisturbed
 
@@ -43,3 +44,40 @@ def test_a_cancelled_job_leaves_a_checkpoint_unless_it_need_not(mortal_server: S
         assert finished.progress is not None
         steps = [checkpoint.step for checkpoint in mortal_server.client.checkpoints(job.id)]
         assert steps == ([finished.progress.step] if save else [])
+
+
+@pytest.mark.system
+def test_a_job_is_cancelled_retried_and_continued_to_the_bit_and_its_deletion_survives_a_kill(
+    mortal_server: Server, long_job: dict[str, Any]
+) -> None:
+    server = mortal_server
+    training = long_job["training"] | {"checkpoint_every": 0, "schedule": {"name": "constant"}}
+    spec = long_job | {"training": training}
+    expected = train_undisturbed(server, spec)
+    job = server.client.submit(spec | {"training": training | {"steps": training["steps"] - training["eval_every"]}})
+    server.wait_for_step(job.id, 10)
+    server.client.cancel(job.id)
+    assert server.finish(job.id).state is JobState.CANCELLED
+    server.client.retry(job.id)
+    assert server.finish(job.id).state is JobState.SUCCEEDED
+    server.client.retry(job.id, steps=training["steps"])
+    finished = server.finish(job.id)
+    assert (finished.state, finished.num_attempts) == (JobState.SUCCEEDED, 3)
+    assert losses(server, finished) == expected
+    folder = server.data_dir / "jobs" / job.id
+    assert (folder / "checkpoints").is_dir()
+    server.wait_for(lambda: _is_deleted(server, job.id))
+    server.kill()
+    server.start()
+    server.wait_for(lambda: not folder.exists())
+
+
+def _is_deleted(server: Server, job_id: str) -> bool:
+    """Delete a job. Returns False while its processes are being stopped."""
+    try:
+        server.client.delete(job_id)
+    except ApiError as refused:
+        if refused.problem.status != 409:
+            raise
+        return False
+    return True

@@ -66,7 +66,7 @@ def check_invariants(world: World, known: Kept | None = None, num_writes: int | 
     if known is None or num_writes is None or known.num_writes != num_writes:
         before, known = known, _check_rows(world, num_writes)
         if before is not None:
-            _check_history(before, known)
+            _check_history(before, known, world.deleted)
     for attempts in known.attempts.values():
         assert sum(_is_alive(world, attempt) for attempt in attempts) <= 1, "two attempts of a job may train at once"
     return known
@@ -92,14 +92,20 @@ def _check_rows(world: World, num_writes: int | None) -> Kept:
     return Kept(num_writes, jobs, dict(by_job))
 
 
-def _check_history(before: Kept, after: Kept) -> None:
-    """Check that what was over stays as it was."""
+def _check_history(before: Kept, after: Kept, deleted: set[str]) -> None:
+    """Check that what was over stays as it was, and only what somebody deleted is gone, all of it."""
     jobs = {job.id: job for job in after.jobs}
     attempts = {attempt.id: attempt for each in after.attempts.values() for attempt in each}
-    for job in before.jobs:
-        assert job.id in jobs, "a job is lost"
-        assert not job.state.is_terminal or jobs[job.id] == job, "a job changed after its end"
-    for attempt in (attempt for each in before.attempts.values() for attempt in each if attempt.state.is_terminal):
+    gone = {job.id for job in before.jobs} - jobs.keys()
+    assert gone <= deleted, "a job is lost"
+    assert not gone & after.attempts.keys(), "a job is gone and its attempts are not"
+    for job in (job for job in before.jobs if job.id not in gone):
+        now = jobs[job.id]
+        is_retried = not now.state.is_terminal or now.num_attempts > job.num_attempts
+        is_same = {**now._mapping, "last_event_seq": 0} == {**job._mapping, "last_event_seq": 0}  # labels change later
+        assert not job.state.is_terminal or is_same or is_retried, "a job changed after its end"
+    kept = [attempt for job_id, each in before.attempts.items() if job_id not in gone for attempt in each]
+    for attempt in (attempt for attempt in kept if attempt.state.is_terminal):
         now = attempts[attempt.id]
         assert (now.state, now.reason) == (attempt.state, attempt.reason), "an attempt changed after its end"
         assert now.lease_expires_at == attempt.lease_expires_at, "a lease was renewed after its attempt's end"

@@ -63,6 +63,8 @@ class Known:
         self.answers[response.status_code] += 1
         if response.status_code == 201 and case.operation.path == "/v1/jobs":
             self.paths.append({"job_id": response.json()["id"]})
+        if response.status_code == 204:
+            self.paths = [path for path in self.paths if path["job_id"] != case.path_parameters["job_id"]]
 
 
 @pytest.fixture
@@ -88,6 +90,7 @@ def known(world: World) -> Known:
 def test_generated_requests_are_answered_as_documented(client: TestClient, known: Known, num_examples: int) -> None:
     schema = schemathesis.openapi.from_asgi("/openapi.json", client.app, headers={"Host": "127.0.0.1"})
     operations = [result.ok() for result in schema.get_all_operations()]
+    operations.sort(key=lambda operation: operation.method == "delete")  # what is deleted is asked no more
     for operation in operations:
         if operation.path != "/v1/stream":  # which has no end; tests/service/test_stream_api.py refuses what is wrong
             fuzz(operation, known, num_examples)

@@ -94,7 +94,7 @@ def test_a_job_that_ends_while_it_is_asked_to_pause_has_ended(world: World) -> N
     rank.succeed()
     assert world.job(job_id).state is JobState.SUCCEEDED
     for command in (world.pause, world.resume):
-        with pytest.raises(IllegalTransition, match=r"succeeded; .* Possible: nothing: it is over"):
+        with pytest.raises(IllegalTransition, match=r"succeeded; .* Possible: retry with more steps"):
             command(job_id)
 
 

@@ -79,19 +79,37 @@ class ControlPlane(RuleBasedStateMachine):
     @precondition(lambda self: self.jobs)
     @rule(place=st.integers(0, 99), saves=st.booleans())
     def cancel(self, place: int, saves: bool) -> None:
-        self.change(place, lambda job_id: self.world.cancel(job_id, saves=saves))
+        self.command(place, lambda job_id: self.world.cancel(job_id, saves=saves))
 
     @precondition(lambda self: self.jobs)
     @rule(place=st.integers(0, 99))
     def pause(self, place: int) -> None:
-        self.change(place, self.world.pause)
+        self.command(place, self.world.pause)
 
     @precondition(lambda self: self.jobs)
     @rule(place=st.integers(0, 99))
     def resume(self, place: int) -> None:
-        self.change(place, self.world.resume)
+        self.command(place, self.world.resume)
 
-    def change(self, place: int, command: Callable[[str], None]) -> None:
+    @precondition(lambda self: self.jobs)
+    @rule(place=st.integers(0, 99), more=st.integers(0, 2))
+    def retry(self, place: int, more: int) -> None:
+        steps = self.world.job(self.jobs[place % len(self.jobs)]).spec.training.steps
+        assert steps is not None
+        self.command(place, lambda job_id: self.world.retry(job_id, steps + more if more else None))
+
+    @precondition(lambda self: self.jobs)
+    @rule(place=st.integers(0, 99), priority=st.integers(0, 2))
+    def change(self, place: int, priority: int) -> None:
+        self.command(place, lambda job_id: self.world.change(job_id, priority=priority, labels={"team": str(priority)}))
+
+    @precondition(lambda self: self.jobs)
+    @rule(place=st.integers(0, 99))
+    def delete(self, place: int) -> None:
+        self.command(place, self.world.delete)
+        self.jobs = [job_id for job_id in self.jobs if self.world.is_stored(job_id)]
+
+    def command(self, place: int, command: Callable[[str], None]) -> None:
         """Send a command for one of the jobs, which may be in any state."""
         job_id = self.jobs[place % len(self.jobs)]
         with contextlib.suppress(IllegalTransition):
@@ -178,7 +196,7 @@ class ControlPlane(RuleBasedStateMachine):
         assert set(self.jobs) <= stored.keys(), "a job that was accepted is lost"
         for job_id, state in stored.items():
             if state is JobState.SUCCEEDED:
-                assert curve(self.world, job_id) == [1, 2, 3, 4]
+                assert curve(self.world, job_id) == [*range(1, (self.world.job(job_id).spec.training.steps or 0) + 1)]
         self.world.database.close()
 
 

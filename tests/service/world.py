@@ -10,6 +10,7 @@ from octet.api_schemas import (
     AttemptRef,
     FinishedReport,
     Job,
+    JobChange,
     JobSpec,
     LaunchOrder,
     Report,
@@ -61,6 +62,8 @@ class World:
     ) -> None:
         self.database, self.clock, self.settings, self.launcher, self.spec = database, clock, settings, launcher, spec
         self.context = DispatcherContext(database, launcher, settings)
+        self.deleted: set[str] = set()
+        """Jobs that somebody has asked to delete."""
         if leads:
             self.context.lead()
 
@@ -108,6 +111,25 @@ class World:
     def resume(self, job_id: str) -> None:
         with self.database.write() as session:
             commands.resume(session, job_id, self.database.now(session))
+
+    def retry(self, job_id: str, steps: int | None = None) -> None:
+        with self.database.write() as session:
+            commands.retry(session, job_id, self.database.now(session), steps=steps)
+
+    def change(self, job_id: str, **changes: Any) -> None:
+        """Change priority=90, or labels={"team": None}."""
+        wanted = JobChange.model_validate(changes)
+        with self.database.write() as session:
+            commands.change(session, job_id, wanted, self.database.now(session))
+
+    def delete(self, job_id: str) -> None:
+        self.deleted.add(job_id)
+        with self.database.write() as session:
+            commands.delete(session, job_id, self.database.now(session))
+
+    def is_stored(self, job_id: str) -> bool:
+        with self.database.read() as session:
+            return store.jobs.find_job(session, job_id) is not None
 
     def dispatch(self, look: Callable[[], object] = lambda: None) -> None:
         """Run every loop of jobs once. look: called after each."""

@@ -15,8 +15,8 @@ from tests.kit.ports import free_port
 
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 COMMANDS = {
-    "serve", "api", "dispatcher", "demo", "submit", "validate", "plan", "watch", "pause", "resume", "cancel", "list", "show",
-    "logs", "events", "metrics",
+    "serve", "api", "dispatcher", "demo", "submit", "validate", "plan", "watch", "pause", "resume", "cancel", "clone", "retry",
+    "change", "delete", "list", "show", "logs", "events", "metrics",
     "checkpoints", "download", "export", "attempts", "models", "levels", "pools", "version",
     "doctor", "debug",
 }  # fmt: skip
@@ -62,7 +62,10 @@ def test_version() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "list", "pools", "show x", "logs -f x", "pause x", "resume x", "cancel x", "watch x", "metrics x y", "debug x"],
+    [
+        *("", "list", "pools", "show x", "logs -f x", "watch x", "metrics x y", "debug x"),
+        *("pause x", "resume x", "cancel x", "clone x", "retry x", "change x --set priority=1", "delete x"),
+    ],
 )
 def test_no_server_is_status_3_on_stderr(command: str) -> None:
     shown = octet(*command.split(), "--url", NOBODY)

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from octet.api_schemas import CheckpointReport, EvaluationReport, FailureReason, FinishedReport, Job, JobSummary, LogReport
-from octet.client import Client, api
+from octet.client import ApiError, Client, api
 from octet.client.cli import build_app
 from octet.service.jobs import planning
 from tests.client.octet_app import API_KEY, OctetApp, Rank
@@ -181,6 +181,34 @@ def test_pause_resume_and_cancel_without_a_checkpoint(
     shown = octet("resume", job.id)
     assert shown.exit_code == 2
     assert "the job is cancelling; resume is not possible. Possible: cancel." in shown.stderr
+
+
+def test_retry_clone_and_change(app: OctetApp, octet: Callable[..., Result], client: Client, runnable: dict[str, Any]) -> None:
+    job = client.submit(runnable)
+    client.cancel(job.id)
+    assert octet("retry", job.id).stdout == f"{job.id} is queued.\n"
+    assert octet("change", job.id, "--set", "priority=70", "--set", "labels.team=research").exit_code == 0
+    assert (client.job(job.id).priority, client.job(job.id).labels) == (70, {"team": "research"})
+    shown = octet("change", job.id, "--set", "name=other")
+    assert (shown.exit_code, "unknown field 'name'" in shown.stderr) == (2, True)
+    copy = json.loads(octet("clone", job.id, "--set", "name=copy", "--set", "labels.team=null", "--json").stdout)
+    assert (copy["name"], copy["labels"], copy["priority"]) == ("copy", {}, 70)
+    assert octet("clone", "copy").stdout.endswith(f"Watch it with: octet watch {next(client.jobs(limit=1)).id}\n")
+    client.cancel(copy["id"])
+    assert json.loads(octet("retry", copy["id"], "--steps", "900", "--json").stdout)["spec"]["training"]["steps"] == 900
+
+
+def test_delete_asks_first(octet: Callable[..., Result], client: Client, runnable: dict[str, Any]) -> None:
+    job = client.submit(runnable)
+    shown = octet("delete", job.id, "--yes")
+    assert (shown.exit_code, "the job is queued; delete is not possible. Cancel it first." in shown.stderr) == (2, True)
+    client.cancel(job.id)
+    shown = octet("delete", job.id)
+    assert (shown.exit_code, f"({job.id}) with its logs and checkpoints?" in shown.stderr) == (1, True)
+    assert client.find(job.id) is not None
+    assert octet("delete", job.id, "--yes").stdout == f"{job.id} is deleted.\n"
+    with pytest.raises(ApiError, match="not_found"):
+        client.job(job.id)
 
 
 def test_list(octet: Callable[..., Result], finished: Job) -> None:

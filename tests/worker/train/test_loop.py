@@ -49,6 +49,21 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path, spec_document: dict[str,
     assert resumed.checkpoints()[0].sha256 != ""
 
 
+def test_a_run_that_ended_goes_on_with_more_steps_as_if_it_had_had_them_before(
+    tmp_path: Path, spec_document: dict[str, Any]
+) -> None:
+    """To the bit where the schedule does not depend on the number of steps."""
+    constant = {"schedule": {"name": "constant"}}
+    whole, whole_summary = train(with_training(spec_document, steps=6, **constant), tmp_path / "whole")
+    first, _ = train(with_training(spec_document, steps=4, **constant), tmp_path / "parts")
+    longer = with_training(spec_document, steps=6, **constant)
+    rest, rest_summary = train(longer, tmp_path / "parts", first.checkpoints())
+    assert [report.step for report in rest.of(StepReport)] == [5, 6]
+    assert first.losses() + rest.losses() == whole.losses()
+    assert rest_summary.final_loss == whole_summary.final_loss
+    assert rest_summary.evaluation_loss == whole_summary.evaluation_loss
+
+
 @pytest.mark.parametrize("stopped_at", [3, 4, 5])
 def test_a_run_that_may_save_first_goes_on_after_the_step_at_which_it_stopped(
     tmp_path: Path, spec_document: dict[str, Any], stopped_at: int

@@ -1,0 +1,37 @@
+"""Specs made of stored ones: that of a clone, and that of a job that goes on to more steps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from octet.api_schemas import JobSpec, explain
+from octet.api_schemas.job import MAX_SPEC_BYTES
+from octet.service.errors import MOST_VIOLATIONS, InvalidRequest, PayloadTooLarge
+
+
+def changed(spec: JobSpec, patch: Mapping[str, Any]) -> JobSpec:
+    """Apply a JSON merge patch to a spec with every default filled in, and check the result as a new job.
+
+    Raises InvalidRequest, and PayloadTooLarge for a job that could not be submitted in one piece.
+    """
+    try:
+        result = JobSpec.model_validate(merge_patch(spec.model_dump(mode="json"), patch))
+    except ValidationError as error:
+        violations = explain(error, JobSpec)
+        raise InvalidRequest.of(violations[:MOST_VIOLATIONS], len(violations[MOST_VIOLATIONS:])) from error
+    num_bytes = len(result.model_dump_json().encode())
+    if num_bytes > MAX_SPEC_BYTES:
+        raise PayloadTooLarge(f"the job would have {num_bytes} bytes with the patch; allowed: {MAX_SPEC_BYTES}")
+    return result
+
+
+def merge_patch(document: Any, patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply a merge patch (RFC 7396): null removes a field, mappings are merged, and all else replaces what was there."""
+    merged = dict(document) if isinstance(document, Mapping) else {}
+    for name, value in patch.items():
+        if value is None:
+            merged.pop(name, None)
+        else:
+            merged[name] = merge_patch(merged.get(name), value) if isinstance(value, Mapping) else value
+    return merged

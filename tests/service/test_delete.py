@@ -1,0 +1,120 @@
+"""Delete a job: all rows at once, its folder by a loop that survives a kill, and nothing else."""
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from sqlalchemy import func, select
+
+from octet.api_schemas import ErrorCode, EvaluationReport, FinishedReport, LogReport
+from octet.service import store
+from octet.service.db.tables import Base, DeletedJobRow, IdempotencyKeyRow, TallyRow
+from octet.service.errors import Unauthenticated
+from tests.service.invariants import check_invariants
+from tests.service.test_checkpoint_files import write_checkpoint
+from tests.service.test_jobs_api import problem_of
+from tests.service.world import Rank, World, step
+
+Document = dict[str, Any]
+
+
+def finish(world: World, **changes: Any) -> tuple[str, Rank]:
+    """Let a job leave rows in every table and files in its folder, and let its processes end."""
+    job_id, rank = world.start(labels={"team": "research"}, **changes)
+    rank.send(step(1), EvaluationReport(step=1, loss=1.0, tokens=1), LogReport(level="INFO", message="half way"))
+    rank.send(write_checkpoint(world, job_id))
+    rank.send(FinishedReport(outcome="failed", message="it broke"))
+    world.dispatch()
+    return job_id, rank
+
+
+def counts(world: World) -> dict[str, int]:
+    """Count the rows of all tables that hold jobs and what belongs to them."""
+    others = {TallyRow.__tablename__, DeletedJobRow.__tablename__, IdempotencyKeyRow.__tablename__, "leases", "pool_capacities"}
+    with world.database.read() as session:
+        return {
+            table.name: session.scalar(select(func.count()).select_from(table)) or 0
+            for table in Base.metadata.sorted_tables
+            if table.name not in others
+        }
+
+
+def test_all_of_a_job_goes_and_nothing_of_others(client: TestClient, world: World) -> None:
+    other, _ = finish(world, name="other")
+    before = counts(world)
+    job_id, _ = finish(world)
+    added = {name for name, count in counts(world).items() if count > before[name]}
+    assert added >= {"jobs", "job_labels", "attempts", "events", "checkpoints", "log_lines", "evaluations", "curve_parts"}
+    folder, kept = (world.settings.job_dir(each) for each in (job_id, other))
+    assert client.delete(f"/v1/jobs/{job_id}").status_code == 204
+    assert counts(world) == before
+    for part in ("", "/events", "/logs", "/checkpoints", "/attempts", "/metrics"):
+        problem_of(client.get(f"/v1/jobs/{job_id}{part}"), 404)
+    for method, path in (("DELETE", ""), ("POST", "/retry"), ("POST", "/clone")):
+        problem_of(client.request(method, f"/v1/jobs/{job_id}{path}"), 404)
+    assert [job["id"] for job in client.get("/v1/jobs").json()["data"]] == [other]
+    assert folder.exists()
+    world.tidy()
+    assert (folder.exists(), kept.exists()) == (False, True)
+    check_invariants(world)
+
+
+def test_a_job_that_is_not_over_or_has_processes_stays(client: TestClient, world: World) -> None:
+    job_id, rank = world.start()
+    paths = f"/v1/jobs/{job_id}", f"/v1/jobs/{world.submit()}"
+    for path, state in zip(paths, ("running", "queued"), strict=True):
+        problem = problem_of(client.delete(path), 409)
+        assert problem.code is ErrorCode.ILLEGAL_TRANSITION
+        assert f"the job is {state}; delete is not possible. Cancel it first." in problem.detail
+    rank.train(1, 2, 3, 4)
+    rank.succeed()
+    assert "its processes are being stopped. Try again in some seconds." in problem_of(client.delete(paths[0]), 409).detail
+    world.dispatch()
+    assert client.delete(paths[0]).status_code == 204
+
+
+def test_the_folder_goes_though_the_dispatcher_is_killed_or_cannot_delete_it_yet(world: World) -> None:
+    job_id, _ = finish(world)
+    folder = world.settings.job_dir(job_id)
+    world.delete(job_id)
+    world.restart()  # the one that would have deleted the folder is gone
+    moved = folder.rename(folder.with_name("aside"))
+    folder.write_text("no folder")
+    world.tidy()
+    with world.database.read() as session:
+        assert store.jobs.deleted_jobs(session, 10) == [job_id]
+    folder.unlink()
+    moved.rename(folder)
+    world.tidy()
+    assert not folder.exists()
+    with world.database.read() as session:
+        assert store.jobs.deleted_jobs(session, 10) == []
+
+
+def test_a_late_report_and_a_late_submission_do_not_bring_it_back(
+    client: TestClient, world: World, spec_document: Document
+) -> None:
+    headers = {"Idempotency-Key": "one"}
+    job_id = client.post("/v1/jobs", json=spec_document, headers=headers).json()["id"]
+    world.dispatch()
+    rank = world.rank_of(job_id)
+    rank.begin()
+    rank.train(1, 2, 3, 4)
+    rank.succeed()
+    world.dispatch()
+    client.delete(f"/v1/jobs/{job_id}")
+    with pytest.raises(Unauthenticated, match="end this process"):
+        rank.send(LogReport(level="INFO", message="late"))
+    problem = problem_of(client.post("/v1/jobs", json=spec_document, headers=headers), 422)
+    assert (problem.code, f"{job_id}, which is deleted" in problem.detail) == (ErrorCode.IDEMPOTENCY_MISMATCH, True)
+    assert world.all_jobs() == []
+
+
+def test_a_list_is_counted_again_after_one_job_went_and_another_came(client: TestClient, world: World) -> None:
+    path = "/v1/rows?limit=1&q=small"
+    first = world.submit(name="small")
+    world.cancel(first)
+    assert client.get(path).json()["total"] == 1
+    world.delete(first)
+    world.submit(name="another")
+    assert client.get(path).json()["total"] == 0
