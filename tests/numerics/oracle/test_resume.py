@@ -61,7 +61,12 @@ def continue_(_rank: int, levels: list[str], folder: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torchao.*")
 @pytest.mark.parametrize(
-    "levels", [("te", "O2", "O3-split-8bit"), pytest.param(tuple(LEVELS), marks=pytest.mark.matrix)], ids=["some", "all"]
+    "levels",
+    [
+        pytest.param(("te", "O2", "O3-split-8bit"), marks=pytest.mark.system),
+        pytest.param(tuple(LEVELS), marks=pytest.mark.matrix),
+    ],
+    ids=["some", "all"],
 )
 def test_a_new_process_continues_to_the_bit(levels: tuple[str, ...], tmp_path: Path) -> None:
     expected = {}

@@ -118,7 +118,7 @@ def train(
 @pytest.mark.parametrize(
     ("make", "level", "recipe", "kind"),
     [
-        (llama, "O2", {}, "none"),
+        pytest.param(llama, "O2", {}, "none", marks=pytest.mark.system),
         pytest.param(gpt, "te", DELAYED, "selective", marks=pytest.mark.system),
         *(
             pytest.param(make, level, recipe, kind, marks=pytest.mark.matrix)

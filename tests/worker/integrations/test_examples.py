@@ -27,6 +27,7 @@ def run(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **changed: 
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
+@pytest.mark.system
 def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shown = [f"{command} --use_cpu" for command in commands(DOCUMENT) if "transformers/train.py" in command]
     first, resumed, in_bf16 = shown

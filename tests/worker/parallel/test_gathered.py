@@ -216,7 +216,7 @@ def refusals() -> dict[str, str]:
     return {call.__name__: refusal_of(call) for call in (cut_columns, demoted, read_values)}
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.system), pytest.param(4, marks=pytest.mark.matrix)])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("gathered")
     run_ranks(work, (request.param, free_port(), str(folder)), request.param)

@@ -29,6 +29,8 @@ from tests.worker.parallel.pipeline_runs import (
 from tests.worker.parallel.tensor_runs import LOSS_TOLERANCE, NORM_TOLERANCE
 from tests.worker.parallel.test_kills import undisturbed
 
+pytestmark = pytest.mark.system
+
 DIVIDED_LEVELS = [name for name, level in LEVELS.items() if not level.loss_scaling and level.engine == "octet"]
 Case = tuple[str, str, str, bool]
 """Family, level, schedule, and whether tensor ranks divide tokens."""

@@ -44,6 +44,7 @@ def assert_learns(said: str) -> None:
     assert float(last) < 0.9 * float(first)
 
 
+@pytest.mark.system
 def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
     num_ranks, script = options_of(COMMANDS[0])
     run_ranks(as_rank, (num_ranks, script, free_port(), str(tmp_path)), num_ranks)

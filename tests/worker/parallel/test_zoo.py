@@ -17,6 +17,8 @@ from tests.kit.ranks import run_ranks, saved_by_ranks
 from tests.kit.text import write_corpus
 from tests.worker.parallel.zoo_runs import NUM_RANKS, NUM_STEPS, Case, Run, both
 
+pytestmark = pytest.mark.system
+
 ZERO = ("ZeRO 1", "ZeRO 2", "ZeRO 3")
 SCRIPTS: dict[str, list[Case]] = {
     f"{folder}/{script}": [Case(way, level) for way in ways for level in levels]

@@ -92,7 +92,7 @@ def test_a_peak_that_moves_is_found() -> None:
     assert (found.before, found.held) == (20, {"weights": 20})
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_the_process_answers_a_line_for_each_request() -> None:
     jobs = {
         "traced": spec_of(LLAMA),

@@ -215,7 +215,10 @@ def test_all_blocks_share_one_graph(level: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
-@pytest.mark.parametrize("level", ["delayed", *(pytest.param(level, marks=pytest.mark.matrix) for level in LEVELS)])
+@pytest.mark.parametrize(
+    "level",
+    [pytest.param("delayed", marks=pytest.mark.system), *(pytest.param(level, marks=pytest.mark.matrix) for level in LEVELS)],
+)
 def test_several_passes_of_a_graph_wait_for_their_backward_passes(level: str) -> None:
     """This happens in a pipeline: its first stages begin new micro-batches before the last stage has ended one."""
     torch.compiler.reset()

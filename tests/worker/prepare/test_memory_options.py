@@ -198,9 +198,9 @@ def test_activations_in_fp8_change_gradients_alone_and_keep_less(family: str, le
 
 def compiled_families() -> list[Any]:
     """gpt at O2 in `make test`; each family, and each way of holding a weight, in the matrix."""
-    usual = {("gpt", "O2"), ("transformers-llama", "bf16-amp")}
+    marks: dict[tuple[str, str], Any] = {("gpt", "O2"): (), ("transformers-llama", "bf16-amp"): pytest.mark.system}
     pairs = {(family, level) for family in FAMILIES for level in ("O2", "bf16-amp")} | {("gpt", level) for level in FP8_LEVELS}
-    return [pytest.param(*pair, marks=() if pair in usual else pytest.mark.matrix) for pair in sorted(pairs)]
+    return [pytest.param(*pair, marks=marks.get(pair, pytest.mark.matrix)) for pair in sorted(pairs)]
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself

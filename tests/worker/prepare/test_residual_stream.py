@@ -126,7 +126,9 @@ def test_checkpointed_blocks_change_no_bit_and_keep_bf16(level: str, kind: Any) 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
-@pytest.mark.parametrize("family", ["gpt", pytest.param("llama", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "family", [pytest.param("gpt", marks=pytest.mark.system), pytest.param("llama", marks=pytest.mark.matrix)]
+)
 @pytest.mark.parametrize("level", ["O2", pytest.param("bf16-amp", marks=pytest.mark.matrix)])
 def test_compiled_blocks_train_as_eager_ones_do(family: str, level: str) -> None:
     torch.compiler.reset()

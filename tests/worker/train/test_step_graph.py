@@ -295,6 +295,7 @@ def test_the_table_of_groups_stays_where_it_is() -> None:
     assert before[0, 0] == 0.25
 
 
+@pytest.mark.system
 def test_a_table_lives_as_long_as_the_recording_that_reads_it() -> None:
     def send(content: list[list[int]]) -> Tensor:
         return gradient_norms._sent("of a test", content, torch.device("cpu"), torch.int64, lambda rows: rows)
