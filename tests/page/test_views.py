@@ -87,7 +87,7 @@ def test_filters_live_in_the_address(page: "Page", site: Site) -> None:
 
 
 def test_everything_can_be_done_by_keys(page: "Page", own_site: Callable[..., Site]) -> None:
-    """Submit, watch, compare, pause, resume and cancel without a pointer."""
+    """Submit, watch, compare, pause, resume, cancel, retry and delete without a pointer."""
     site = own_site()
     page.emulate_media(reduced_motion="reduce")
     ready(page, f"{site.url}/")
@@ -114,20 +114,40 @@ def test_everything_can_be_done_by_keys(page: "Page", own_site: Callable[..., Si
     page.locator(".chip").nth(1).wait_for()
     page.go_back()
     page.wait_for_selector("#connection[data-state=live]")
+    press(page, "?")
+    page.get_by_role("dialog", name="Keys").wait_for()
+    press(page, "Escape")
     press(page, "j", "Enter")
     page.locator("h1", has_text="second").wait_for()
+    stop_and_go_on(page)
+
+
+def stop_and_go_on(page: "Page") -> None:
     for name, state in (("Pause", "paused"), ("Resume", "waiting")):
         page.get_by_role("button", name=name, exact=True).focus()
         page.keyboard.press("Enter")
         page.locator("h1 .state", has_text=state).wait_for()
-    cancel = page.get_by_role("button", name="Cancel", exact=True)
-    cancel.focus()
+    cancel(page)
+    retry = page.get_by_role("button", name="Retry", exact=True)
+    retry.focus()
     page.keyboard.press("Enter")
-    page.get_by_role("button", name="Cancel the job").focus()
-    page.keyboard.press("Enter")
+    page.locator("h1 .state", has_text="waiting").wait_for()
+    assert not retry.is_visible()
+    cancel(page)
+    press_and_confirm(page, "Delete", "Delete the job")
+    until(page, "document.querySelectorAll('.row').length === 1")
+
+
+def cancel(page: "Page") -> None:
+    press_and_confirm(page, "Cancel", "Cancel the job")
     page.locator("h1 .state", has_text="cancelled").wait_for()
-    press(page, "?")
-    page.get_by_role("dialog", name="Keys").wait_for()
+
+
+def press_and_confirm(page: "Page", name: str, confirmation: str) -> None:
+    page.get_by_role("button", name=name, exact=True).focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name=confirmation).focus()
+    page.keyboard.press("Enter")
 
 
 def press(page: "Page", *keys: str) -> None:

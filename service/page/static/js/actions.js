@@ -1,9 +1,10 @@
-/** What can be done with a job: pause, resume and cancel it, submit it again with changes, take its spec along, compare it. */
+/** What can be done with a job: pause, resume, retry, cancel and delete it, clone it, take its spec along, compare it. */
 
 import { ask, headers, key } from "./api.js";
 import { fill, h, mark, problem } from "./dom.js";
 import { bytes } from "./figures.js";
 import { isOver } from "./levels.js";
+import { go } from "./main.js";
 import { send } from "./requests.js";
 import { toYaml } from "./yaml.js";
 
@@ -11,12 +12,12 @@ import { toYaml } from "./yaml.js";
 
 /** Build a job's buttons. @param {Job} job @returns {HTMLElement[]} */
 export function actions(job) {
-  const cancel = h("button", { type: "button", class: "danger", onclick: () => confirmCancel(job) }, "Cancel");
-  mark(cancel, "data-action", "cancel");
   return [
     command(job, "pause", "Pause"),
     command(job, "resume", "Resume"),
-    cancel,
+    command(job, "retry", "Retry"),
+    danger("cancel", "Cancel", () => confirmCancel(job)),
+    danger("delete", "Delete", () => confirmDelete(job)),
     h("a", { class: "button", href: `/submit?from=${job.id}` }, "Clone"),
     h("a", { class: "button", href: `/compare?jobs=${job.id}` }, "Compare"),
     h("button", { type: "button", onclick: () => showSpec(job) }, "Copy as…"),
@@ -44,12 +45,25 @@ function command(job, name, label) {
   return button;
 }
 
+/** Build a button that asks first. @param {string} name @param {string} label @param {() => void} onclick */
+function danger(name, label, onclick) {
+  const button = h("button", { type: "button", class: "danger", onclick }, label);
+  mark(button, "data-action", name);
+  return button;
+}
+
 const WAITING = ["queued", "starting", "running"];
 
 /** Show the buttons that the job's state allows. @param {HTMLElement} head */
 export function drawActions(head) {
   const { state } = /** @type {HTMLElement & {dataset: {state: string}}} */ (head.querySelector(".now")).dataset;
-  const allowed = { pause: WAITING.includes(state), resume: state === "paused", cancel: !isOver(state) };
+  const allowed = {
+    pause: WAITING.includes(state),
+    resume: state === "paused",
+    retry: state === "failed" || state === "cancelled",
+    cancel: !isOver(state),
+    delete: isOver(state),
+  };
   for (const [name, isAllowed] of Object.entries(allowed)) {
     const button = head.querySelector(`[data-action=${name}]`);
     if (button) mark(button, "hidden", isAllowed ? null : "");
@@ -59,32 +73,53 @@ export function drawActions(head) {
 /** @param {Job} job */
 function confirmCancel(job) {
   const save = h("input", { type: "checkbox", checked: true });
+  confirm(
+    "Cancel this job?",
+    "Cancel the job",
+    () => send(`/v1/jobs/${job.id}/cancel${save.checked ? "" : "?save=false"}`, {}),
+    h("p", {}, `${job.name} stops at the end of its step. Its curve and checkpoints stay.`),
+    h("label", {}, save, " Save a checkpoint first"),
+  );
+}
+
+/** @param {Job} job */
+function confirmDelete(job) {
+  confirm(
+    "Delete this job?",
+    "Delete the job",
+    async () => {
+      await ask(`/v1/jobs/${job.id}`, { method: "DELETE" });
+      go("/");
+    },
+    h("p", {}, `${job.name}, its curve, its log and its checkpoints go for good.`),
+  );
+}
+
+/**
+ * Ask before something is done, and say why it could not be.
+ * @param {string} title @param {string} label @param {() => Promise<any>} act @param {...HTMLElement} children
+ */
+function confirm(title, label, act, ...children) {
   const note = h("div");
-  const stop = h(
+  const button = h(
     "button",
     {
       type: "button",
       class: "danger",
       onclick: async () => {
-        stop.disabled = true;
+        button.disabled = true;
         try {
-          await send(`/v1/jobs/${job.id}/cancel${save.checked ? "" : "?save=false"}`, {});
+          await act();
           dialog.close();
         } catch (error) {
           fill(note, problem(error));
-          stop.disabled = false;
+          button.disabled = false;
         }
       },
     },
-    "Cancel the job",
+    label,
   );
-  const dialog = open(
-    "Cancel this job?",
-    h("p", {}, `${job.name} stops at the end of its step. Its curve and checkpoints stay.`),
-    h("label", {}, save, " Save a checkpoint first"),
-    note,
-    stop,
-  );
+  const dialog = open(title, ...children, note, button);
 }
 
 /** @param {Job} job */
