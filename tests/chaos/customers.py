@@ -1,20 +1,24 @@
-"""Customers of a server under a storm: they submit small jobs with idempotency keys, cancel some, and wait for the others."""
+"""Customers of a server under a storm: they submit small jobs with idempotency keys, and wait for them.
+
+Some jobs they cancel, and some of these they retry; others they pause and resume.
+"""
 
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octet.api_schemas import Job
+from octet.api_schemas import Job, JobState
 from octet.client import ApiError, Client
 from tests.kit.waiting import LONG_S
 
 _NUM_IN_FLIGHT = 3  # on two slots, so that one waits in the queue
 _POLL_S = 1.0
-_CANCELLED_SHARE = 0.1
+_CANCELLED_SHARE, _RETRIED_SHARE, _PAUSED_SHARE = 0.1, 0.1, 0.15
+_LONGEST_THOUGHT_S = 10.0
 _TWO_RANKS_SHARE = 0.25
 
 
@@ -112,15 +116,27 @@ class Customers:
         self._documents[key] = dict(document)
         job = client.submit(document, idempotency_key=key)
         self.accepted[key] = job.id
-        if self.random.random() < _CANCELLED_SHARE:
-            self._cancel(client, job.id)
+        draw = self.random.random()
+        if draw < _CANCELLED_SHARE:
+            self._later(client.cancel, job.id)
+        elif draw < _CANCELLED_SHARE + _RETRIED_SHARE:
+            self._stop_and_go_on(client, job.id, client.cancel, client.retry)
+        elif draw < _CANCELLED_SHARE + _RETRIED_SHARE + _PAUSED_SHARE:
+            self._stop_and_go_on(client, job.id, client.pause, client.resume)
         return job
 
-    def _cancel(self, client: Client, job_id: str) -> None:
-        """Cancel after a random while. A job that is over already is left as it is."""
-        time.sleep(self.random.uniform(0, 10))
+    def _stop_and_go_on(self, client: Client, job_id: str, stop: Callable[[str], Job], go_on: Callable[[str], Job]) -> None:
+        """Stop a job, wait until its processes have ended, and let it go on."""
+        self._later(stop, job_id)
+        while client.job(job_id).state in {JobState.PAUSING, JobState.CANCELLING}:
+            time.sleep(_POLL_S)
+        self._later(go_on, job_id)
+
+    def _later(self, command: Callable[[str], Job], job_id: str) -> None:
+        """Give a command after a random while. A job that it no longer fits is left as it is."""
+        time.sleep(self.random.uniform(0, _LONGEST_THOUGHT_S))
         try:
-            client.cancel(job_id)
+            command(job_id)
         except ApiError as error:
             if error.problem.status != 409:
                 raise
