@@ -17,8 +17,7 @@ from tests.kit.waiting import LONG_S
 
 _NUM_IN_FLIGHT = 3  # on two slots, so that one waits in the queue
 _POLL_S = 1.0
-_CANCELLED_SHARE, _RETRIED_SHARE, _PAUSED_SHARE = 0.1, 0.1, 0.15
-_LONGEST_THOUGHT_S = 10.0
+_CANCELLED_SHARE, _RETRIED_SHARE, _PAUSED_SHARE = 0.1, 0.15, 0.25
 _TWO_RANKS_SHARE = 0.25
 
 
@@ -126,15 +125,19 @@ class Customers:
         return job
 
     def _stop_and_go_on(self, client: Client, job_id: str, stop: Callable[[str], Job], go_on: Callable[[str], Job]) -> None:
-        """Stop a job, wait until its processes have ended, and let it go on."""
-        self._later(stop, job_id)
-        while client.job(job_id).state in {JobState.PAUSING, JobState.CANCELLING}:
-            time.sleep(_POLL_S)
+        """Stop a job that trains, wait until its processes have ended, and let it go on."""
+        self._wait_while(client, job_id, JobState.QUEUED, JobState.STARTING)
+        self._later(stop, job_id, longest_s=2.0)
+        self._wait_while(client, job_id, JobState.PAUSING, JobState.CANCELLING)
         self._later(go_on, job_id)
 
-    def _later(self, command: Callable[[str], Job], job_id: str) -> None:
+    def _wait_while(self, client: Client, job_id: str, *states: JobState) -> None:
+        while client.job(job_id).state in states:
+            time.sleep(0.1)
+
+    def _later(self, command: Callable[[str], Job], job_id: str, longest_s: float = 10.0) -> None:
         """Give a command after a random while. A job that it no longer fits is left as it is."""
-        time.sleep(self.random.uniform(0, _LONGEST_THOUGHT_S))
+        time.sleep(self.random.uniform(0, longest_s))
         try:
             command(job_id)
         except ApiError as error:
