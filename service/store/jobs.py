@@ -180,7 +180,12 @@ def delete_job(session: Session, job: JobRow, now: datetime) -> None:
         elif any(key.references(_TABLES[JobRow.__tablename__]) for key in table.foreign_keys):
             session.execute(delete(table).where(table.c.job_id == job.id))
     session.delete(job)
-    session.add(DeletedJobRow(job_id=job.id, deleted_at=now))
+    note_deleted(session, job.id, now)
+
+
+def note_deleted(session: Session, job_id: str, now: datetime) -> None:
+    """Note that a deleted job may have a folder."""
+    session.merge(DeletedJobRow(job_id=job_id, deleted_at=now))
 
 
 def deleted_jobs(session: Session, limit: int) -> list[str]:
