@@ -100,6 +100,24 @@ def test_the_folder_goes_though_the_dispatcher_is_killed_or_cannot_delete_it_yet
         assert store.jobs.deleted_jobs(session, 10) == []
 
 
+def test_the_counter_of_attempts_that_ended_does_not_fall(client: TestClient, world: World) -> None:
+    """Prometheus takes a counter that falls for one that began again, and all of it for an increase: an alert would fire."""
+
+    def ended() -> list[str]:
+        return sorted(line for line in client.get("/metrics").text.splitlines() if line.startswith("octet_attempts_total"))
+
+    deleted = [finish(world)[0] for _ in range(3)]
+    before = ended()
+    assert 'octet_attempts_total{outcome="failed",reason="worker_error"} 3.0' in before
+    for job_id in deleted[:2]:
+        world.delete(job_id)
+    world.tidy()
+    assert ended() == before
+    world.delete(deleted[2])
+    assert ended() == before
+    check_invariants(world)
+
+
 def test_the_folder_stays_while_a_process_may_write_into_it(world: World) -> None:
     job_id, rank = finish(world)
     folder = world.settings.job_dir(job_id)
