@@ -75,6 +75,8 @@ def test_a_job_that_is_not_over_or_has_processes_stays(client: TestClient, world
         problem = problem_of(client.delete(path), 409)
         assert problem.code is ErrorCode.ILLEGAL_TRANSITION
         assert f"the job is {state}; delete is not possible. Cancel it first." in problem.detail
+    world.cancel(job_id)
+    assert "the job is cancelling; delete is not possible. Try again once" in problem_of(client.delete(paths[0]), 409).detail
     rank.train(1, 2, 3, 4)
     rank.succeed()
     assert "its processes are being stopped. Try again in some seconds." in problem_of(client.delete(paths[0]), 409).detail
