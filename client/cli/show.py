@@ -190,9 +190,9 @@ def logs(
 
 def _moment(text: str) -> datetime:
     """Return the time that a text names: an age, or a time by ISO 8601, local unless it names its zone."""
-    if age := _AGE.fullmatch(text):
-        return datetime.now(UTC) - timedelta(**{_UNITS[age["unit"]]: int(age["number"])})
     try:
+        if age := _AGE.fullmatch(text):
+            return datetime.now(UTC) - timedelta(**{_UNITS[age["unit"]]: int(age["number"])})
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError):
         message = f"got {text!r}; allowed: 30s, 10m, 2h, 1d, or a time such as 2026-11-25T14:00"

@@ -132,6 +132,9 @@ def _apply(context: DispatcherContext, claim: Claim) -> None:
     with context.write() as (session, now):
         claimed = _claimed(session, claim)
         if claimed is None:
+            if store.jobs.lock_job(session, claim.order.job_id) is None:
+                # Its processes are orphans now, which may make the folder again before they are ended.
+                store.jobs.note_deleted(session, claim.order.job_id, now)
             return
         job, attempt = claimed
         attempt.claim_token = attempt.claim_expires_at = None

@@ -6,7 +6,9 @@ and gathers tallies.
 
 import logging
 import shutil
-from datetime import timedelta
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
 
 from octet.api_schemas import AttemptRef
 from octet.service import store
@@ -24,15 +26,21 @@ def step(context: DispatcherContext) -> None:
         store.jobs.forget_idempotency_keys(session, now)
         store.tallies.gather(session)
     try:
-        found = context.launcher.list()
-        # This order matters: an attempt is in the database before it is on the cluster.
-        with context.database.read() as session:
-            ours = store.queue.unreleased_among(session, [ref.attempt_id for ref in found])
-        context.each(lambda ref: _stop(context, ref), [ref for ref in found if ref.attempt_id not in ours])
+        _end_orphans(context)
     except LauncherError as error:
-        logger.warning("the cluster was not searched for orphans: %s", error)
-    _delete_jobs(context)
+        logger.warning("orphans may run on, and the folders of deleted jobs stay: %s", error)
+    else:
+        _delete_jobs(context)  # no process is left that could write into them again
     _delete_checkpoints(context)
+
+
+def _end_orphans(context: DispatcherContext) -> None:
+    """End all orphans. Raises LauncherError if the cluster does not list its attempts, or does not end one."""
+    found = context.launcher.list()
+    # This order matters: an attempt is in the database before it is on the cluster.
+    with context.database.read() as session:
+        ours = store.queue.unreleased_among(session, [ref.attempt_id for ref in found])
+    context.each(lambda ref: _stop(context, ref), [ref for ref in found if ref.attempt_id not in ours])
 
 
 def _delete_jobs(context: DispatcherContext) -> None:
@@ -57,20 +65,33 @@ def _delete_jobs(context: DispatcherContext) -> None:
 def _delete_checkpoints(context: DispatcherContext) -> None:
     """Delete the folders of checkpoints that are not registered any more, of jobs that live or ended lately.
 
-    A folder goes only if it is older than the newest registered checkpoint, by step and by time: a newer one may not have
-    been reported yet, or belong to an attempt that trains its steps again.
+    A folder that cannot be deleted, or that a worker replaces meanwhile, keeps no other job from losing its own.
     """
     with context.database.read() as session:
         since = context.database.now(session) - LATELY
         jobs = [job_id for job_id, _ in store.jobs.jobs_to_show(session, since, MOST_JOBS)]
         registered = store.records.checkpoint_names(session, jobs)
     for job_id, names in registered.items():
-        newest, completed_at = list(names.items())[-1]
-        for folder in (context.settings.job_dir(job_id) / "checkpoints").glob("step_*"):
-            is_older = folder.name < newest and folder.stat().st_mtime < completed_at.timestamp()
-            if is_older and folder.name not in names:
-                logger.info("job %s does not keep checkpoint %s; its files are deleted", job_id, folder.name)
-                shutil.rmtree(folder, ignore_errors=True)
+        try:
+            for name in _delete_unregistered(context.settings.job_dir(job_id) / "checkpoints", names):
+                logger.info("job %s does not keep checkpoint %s; its files are deleted", job_id, name)
+        except OSError as error:
+            logger.warning("a checkpoint that job %s does not keep stays until it can be deleted: %s", job_id, error)
+        context.health.progressed()
+
+
+def _delete_unregistered(folder: Path, registered: Mapping[str, datetime]) -> Iterator[str]:
+    """Delete the checkpoints of a job that are not registered. Yields the name of each. Raises OSError.
+
+    A checkpoint goes only if it is older than the newest registered one, by step and by time: a newer one may not have
+    been reported yet, or belong to an attempt that trains its steps again.
+    """
+    newest, completed_at = list(registered.items())[-1]
+    for checkpoint in folder.glob("step_*"):
+        is_older = checkpoint.name < newest and checkpoint.stat().st_mtime < completed_at.timestamp()
+        if is_older and checkpoint.name not in registered:
+            shutil.rmtree(checkpoint)
+            yield checkpoint.name
 
 
 def _stop(context: DispatcherContext, ref: AttemptRef) -> None:

@@ -104,19 +104,24 @@ class _News:
 
 @dataclass(eq=False)
 class _Feed:
-    """The state shared by the streams of one job and source. `last`: the number up to which it was read, None at first."""
+    """The state shared by the streams of one job and source.
+
+    `last`: the place up to which it was read; None before the first item that was seen, also if the job is deleted by then.
+    """
 
     job_id: str
     source: Source[Any]
     num_streams: int = 0
     last: Place | None = None
     is_over: bool = False
+    is_read: bool = False
     error: Exception | None = None
     news: dict[Place, _News] = field(default_factory=dict)  # by `after`, oldest first
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def show(self, last: Place, is_over: bool, news: Sequence[_News], error: Exception | None = None) -> bool:
+    def show(self, last: Place | None, is_over: bool, news: Sequence[_News], error: Exception | None = None) -> bool:
         """Wake the streams of this source alone, and return True, if there is something new."""
+        self.is_read = True
         if (last, is_over, error) == (self.last, self.is_over, None):
             return False
         self.last, self.is_over, self.error = last, is_over, error
@@ -220,7 +225,7 @@ class Streams:
                     after = news.last
                     yield news.text
                     continue
-                if feed.last is not None and feed.is_over:
+                if feed.is_over:
                     break
                 try:
                     await asyncio.wait_for(changed.wait(), KEEP_ALIVE_S)
@@ -268,7 +273,7 @@ class Streams:
                 states = await run_sync(self._look_at_lists, due, limiter=self._threads) if due else []
             except Exception as error:
                 logger.exception("the events of jobs cannot be read; their streams end")
-                has_changed = [feed.show(feed.last or 0, feed.is_over, (), error) for feed in feeds]
+                has_changed = [feed.show(feed.last, feed.is_over, (), error) for feed in feeds]
                 for of_list in due:
                     of_list.error = error
                     has_changed.append(True)
@@ -280,14 +285,14 @@ class Streams:
             if any(has_changed):
                 self._changed.set()
                 self._changed = asyncio.Event()
-            if all(feed.last is not None for feed in self._feeds.values()):
+            if all(feed.is_read for feed in self._feeds.values()):
                 await asyncio.sleep(POLL_S)
 
     def _look_at_lists(self, feeds: "Sequence[_ListFeed]") -> list[ListState]:
         with self._database.read() as session:
             return [feed.source.read(session) for feed in feeds]
 
-    def _look(self, feeds: Sequence[_Feed]) -> list[tuple[Place, bool, list[_News]]]:
+    def _look(self, feeds: Sequence[_Feed]) -> list[tuple[Place | None, bool, list[_News]]]:
         """Read what is new in each feed: the place of its last item, whether its job is over, and the rendered items."""
         if not feeds:
             return []
@@ -295,9 +300,9 @@ class Streams:
             heads = store.jobs.heads(session, {feed.job_id for feed in feeds})
             return [self._look_at(session, feed, heads.get(feed.job_id)) for feed in feeds]
 
-    def _look_at(self, session: Session, feed: _Feed, head: Head | None) -> tuple[Place, bool, list[_News]]:
-        if head is None:
-            return feed.last or 0, True, []
+    def _look_at(self, session: Session, feed: _Feed, head: Head | None) -> tuple[Place | None, bool, list[_News]]:
+        if head is None:  # the job was deleted
+            return feed.last, True, []
         target = feed.source.last(head)
         last, news, num_characters = target if feed.last is None else feed.last, list[_News](), 0
         while last < target and (each := _read(session, feed, last)) is not None:

@@ -176,7 +176,8 @@ def delete(session: Session, job_id: str, now: datetime, tenant: str | None = No
     """
     job = _lock(session, job_id, tenant)
     if not job.state.is_terminal:
-        raise IllegalTransition(f"the job is {job.state.value}; delete is not possible. Cancel it first.")
+        change = "Try again once it is cancelled" if job.state is JobState.CANCELLING else "Cancel it first"
+        raise IllegalTransition(f"the job is {job.state.value}; delete is not possible. {change}.")
     if any(attempt.released_at is None for attempt in store.jobs.attempts_of(session, job.id)):
         raise IllegalTransition(
             f"the job is {job.state.value}, and its processes are being stopped. Try again in some seconds."

@@ -10,6 +10,7 @@ from octet.service import store
 from octet.service.db.bulk import Transaction, session_of
 from octet.service.db.tables import JobRow
 from octet.service.deps import AppContext
+from octet.service.errors import NotFound
 from octet.service.jobs import views
 from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.submissions import Shown, Stored
@@ -56,7 +57,8 @@ def shown_submissions(
 
 def _stored_row(session: Session, job_id: str) -> ShownRow:
     row = store.job_queries.find_job(session, job_id)
-    assert row is not None, "jobs are never deleted"
+    if row is None:  # a submission that is replayed may lose its job to another transaction
+        raise NotFound(f"there is no job {job_id} any more")
     return row
 
 

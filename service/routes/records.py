@@ -3,10 +3,11 @@
 Events and log lines are also streams, for requests with `Accept: text/event-stream`.
 """
 
+from datetime import UTC, datetime
 from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from pydantic import AwareDatetime
+from pydantic import AfterValidator, AwareDatetime
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import Attempt, Checkpoint, Contract, Event, LogLine, MetricPoint, Page, Violation
@@ -46,10 +47,19 @@ EVENTS = Source("event", _read_events, lambda event: event.seq, lambda head: hea
 LOGS = _logs(store.records.EVERY_LINE)
 
 
+def _in_utc(moment: datetime) -> datetime:
+    try:
+        return moment.astimezone(UTC)
+    except OverflowError:
+        raise ValueError("allowed: a time that lies between the years 1 and 9999 in UTC, too") from None
+
+
 def _wanted_lines(
     rank: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="only lines of this rank")] = None,
     attempt_id: Annotated[str | None, Query(max_length=31, description="only lines of this attempt")] = None,
-    since: Annotated[AwareDatetime | None, Query(description="only lines logged then or later")] = None,
+    since: Annotated[
+        Annotated[AwareDatetime, AfterValidator(_in_utc)] | None, Query(description="only lines logged then or later")
+    ] = None,
 ) -> LogFilter:
     return LogFilter(rank, attempt_id, since)
 

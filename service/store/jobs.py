@@ -24,6 +24,7 @@ from octet.service.db.tables import (
     JobLabelRow,
     JobRow,
 )
+from octet.service.store import tallies
 from octet.service.store.curves import CurvePlace
 from octet.service.store.ids import new_id, new_ids
 
@@ -173,6 +174,7 @@ def delete_job(session: Session, job: JobRow, now: datetime) -> None:
 
     Idempotency keys stay: a late repetition of its submission must not bring it back.
     """
+    tallies.note_deleted(session, job.id)
     attempt_ids = select(AttemptRow.id).where(AttemptRow.job_id == job.id)
     for table in reversed(Base.metadata.sorted_tables):
         if any(key.references(_TABLES[AttemptRow.__tablename__]) for key in table.foreign_keys):
@@ -180,7 +182,12 @@ def delete_job(session: Session, job: JobRow, now: datetime) -> None:
         elif any(key.references(_TABLES[JobRow.__tablename__]) for key in table.foreign_keys):
             session.execute(delete(table).where(table.c.job_id == job.id))
     session.delete(job)
-    session.add(DeletedJobRow(job_id=job.id, deleted_at=now))
+    note_deleted(session, job.id, now)
+
+
+def note_deleted(session: Session, job_id: str, now: datetime) -> None:
+    """Note that a deleted job may have a folder."""
+    session.merge(DeletedJobRow(job_id=job_id, deleted_at=now))
 
 
 def deleted_jobs(session: Session, limit: int) -> list[str]:

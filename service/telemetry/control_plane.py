@@ -176,7 +176,9 @@ def _jobs(tallies: Tallies) -> Metric:
 
 def _attempts(tallies: Tallies) -> Metric:
     family = CounterMetricFamily("octet_attempts", "attempts that ended", labels=["outcome", "reason"])
-    endings = {key: count for key, count in tallies.attempts.items() if key[0].is_terminal}
+    # Also those of deleted jobs: a counter that falls is taken for one that began again, and all of it for an increase.
+    kinds = (tallies.attempts, tallies.deleted_attempts)
+    endings = {key: sum(kind.get(key, 0) for kind in kinds) for kind in kinds for key in kind if key[0].is_terminal}
     # Endings that never happened are shown as zero, so that the first one is an increase.
     every = [(AttemptState.SUCCEEDED, None), (AttemptState.CANCELLED, None)]
     for outcome, reason in {*endings, *every, *((AttemptState.FAILED, reason) for reason in FailureReason)}:

@@ -149,6 +149,25 @@ def walked(page: "Page", num_steps: int) -> list[tuple[str, str]]:
     return seen
 
 
+def test_a_job_that_is_deleted_is_said_to_be_and_blocks_no_other_tab(
+    context: "BrowserContext", own_site: Callable[..., Site]
+) -> None:
+    """All tabs share a stream, and the server refuses one that names a job that is not there."""
+    site = own_site()
+    gone, other = (submit(site.world, name, steps=100) for name in ("gone", "other"))
+    site.world.cancel(gone)
+    rank = begin(site.world, other)
+    tabs = [ready(context.new_page(), f"{site.url}/jobs/{gone}")]
+    tabs[0].wait_for_selector("#connection[data-state=live]")
+    site.world.delete(gone)
+    tabs[0].get_by_text("This job was deleted.").wait_for()
+    tabs.append(ready(context.new_page(), f"{site.url}/jobs/{other}"))  # the stream is opened again
+    train(site.world, rank, range(1, 11))
+    tabs[1].bring_to_front()
+    until(tabs[1], "document.querySelector('.facts strong').textContent === '10'")
+    assert "This job was deleted." not in tabs[1].content()
+
+
 def test_a_filtered_list_takes_a_job_that_begins_to_match(page: "Page", own_site: Callable[..., Site]) -> None:
     site = own_site()
     ready(page, f"{site.url}/?state=live")

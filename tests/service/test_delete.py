@@ -1,15 +1,24 @@
 """Delete a job: all rows at once, its folder by a loop that survives a kill, and nothing else."""
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sqlalchemy import func, select
 
-from octet.api_schemas import ErrorCode, EvaluationReport, FinishedReport, LogReport
+from octet.api_schemas import ErrorCode, EvaluationReport, FinishedReport, LaunchOrder, LogReport
 from octet.service import store
 from octet.service.db.tables import Base, DeletedJobRow, IdempotencyKeyRow, TallyRow
-from octet.service.errors import Unauthenticated
+from octet.service.dispatcher import release, watch
+from octet.service.errors import NotFound, Unauthenticated
+from octet.service.http.streams import POLL_S, Streams, Subscription
+from octet.service.jobs.requests import Request, Submission
+from octet.service.routes.job_views import shown_submissions
+from octet.service.routes.records import EVENTS
+from octet.service.routes.stream import POINTS
+from octet.service.store.curves import CurvePlace
 from tests.service.invariants import check_invariants
 from tests.service.test_checkpoint_files import write_checkpoint
 from tests.service.test_jobs_api import problem_of
@@ -66,6 +75,8 @@ def test_a_job_that_is_not_over_or_has_processes_stays(client: TestClient, world
         problem = problem_of(client.delete(path), 409)
         assert problem.code is ErrorCode.ILLEGAL_TRANSITION
         assert f"the job is {state}; delete is not possible. Cancel it first." in problem.detail
+    world.cancel(job_id)
+    assert "the job is cancelling; delete is not possible. Try again once" in problem_of(client.delete(paths[0]), 409).detail
     rank.train(1, 2, 3, 4)
     rank.succeed()
     assert "its processes are being stopped. Try again in some seconds." in problem_of(client.delete(paths[0]), 409).detail
@@ -89,6 +100,94 @@ def test_the_folder_goes_though_the_dispatcher_is_killed_or_cannot_delete_it_yet
     assert not folder.exists()
     with world.database.read() as session:
         assert store.jobs.deleted_jobs(session, 10) == []
+
+
+def test_the_counter_of_attempts_that_ended_does_not_fall(client: TestClient, world: World) -> None:
+    """Prometheus takes a counter that falls for one that began again, and all of it for an increase: an alert would fire."""
+
+    def ended() -> list[str]:
+        return sorted(line for line in client.get("/metrics").text.splitlines() if line.startswith("octet_attempts_total"))
+
+    deleted = [finish(world)[0] for _ in range(3)]
+    before = ended()
+    assert 'octet_attempts_total{outcome="failed",reason="worker_error"} 3.0' in before
+    for job_id in deleted[:2]:
+        world.delete(job_id)
+    world.tidy()
+    assert ended() == before
+    world.delete(deleted[2])
+    assert ended() == before
+    check_invariants(world)
+
+
+def test_the_folder_stays_while_a_process_may_write_into_it(world: World) -> None:
+    job_id, rank = finish(world)
+    folder = world.settings.job_dir(job_id)
+    world.launcher.launch(rank.order)  # an orphan
+    world.launcher.reachable = False
+    world.delete(job_id)
+    world.tidy()
+    assert folder.exists()
+    world.launcher.reachable = True
+    world.tidy()
+    assert (folder.exists(), world.launcher.is_running(rank.ref)) == (False, False)
+
+
+def test_a_launch_that_ends_after_the_job_was_deleted_leaves_no_folder(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id, launch = world.submit(), world.launcher.launch
+    folder = world.settings.job_dir(job_id)
+
+    def launch_late(order: LaunchOrder) -> None:
+        world.cancel(job_id)
+        world.turn(world.settings.launch_timeout_s + 1)
+        watch.step(world.context)
+        release.step(world.context)
+        world.delete(job_id)
+        world.tidy()
+        launch(order)
+        folder.mkdir(parents=True)  # by its rank
+
+    monkeypatch.setattr(world.launcher, "launch", launch_late)
+    world.dispatch()
+    assert len(world.launcher.orders) == 1
+    world.tidy()
+    assert (folder.exists(), len(world.launcher.orders)) == (False, 0)
+
+
+def test_a_stream_of_a_curve_that_is_deleted_as_it_is_opened_goes_on_without_it(world: World) -> None:
+    gone = world.submit()
+    world.cancel(gone)
+    world.delete(gone)
+    other, _ = world.start()
+
+    async def read() -> list[str]:
+        ours = Streams(world.database)
+        start = CurvePlace(0, 0, 0)
+        parts: Any = ours.open_many([Subscription(POINTS, gone, start), Subscription(EVENTS, other, 0)], []).body_iterator
+        found = [await anext(parts), await anext(parts)]
+        waiting = asyncio.create_task(anext(parts))
+        await asyncio.sleep(3 * POLL_S)
+        assert not waiting.done(), "it has looked, and waits for more"
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await parts.aclose()
+        alone: Any = ours.open(gone, POINTS, start).body_iterator
+        assert [part async for part in alone] == [": here\n\n"]
+        await ours.close()
+        return found
+
+    assert "event: event" in asyncio.run(read())[1]
+
+
+def test_a_submission_whose_job_is_deleted_before_it_is_shown_says_so(world: World, client: TestClient) -> None:
+    job_id, context = world.submit(), cast(FastAPI, client.app).state.context
+    world.cancel(job_id)
+    with world.database.write() as session:
+        job = store.jobs.lock_job(session, job_id)
+        assert job is not None
+        store.jobs.delete_job(session, job, world.clock.now())
+        with pytest.raises(NotFound, match=f"there is no job {job_id} any more"):
+            shown_submissions(session, context, [(Request(world.spec, "key"), Submission(job, replayed=True))])
 
 
 def test_a_late_report_and_a_late_submission_do_not_bring_it_back(

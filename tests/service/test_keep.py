@@ -72,6 +72,28 @@ def test_files_that_are_not_reported_yet_or_written_again_stay(world: World) -> 
     assert registered(world, job_id) == [1, 3, 4, 5]
 
 
+def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other_job_from_losing_its_own(world: World) -> None:
+    jobs = {}
+    for place in range(2):
+        job_id, rank = jobs[place] = world.start(steps=8)
+        for number in range(1, 7):
+            save(world, rank, number)
+        left = world.settings.job_dir(job_id) / "checkpoints" / "step_0000000000"
+        if place:  # the newest job comes first
+            left.symlink_to("nowhere")  # as if it was replaced just now
+    world.dispatch()
+    world.tidy()
+    assert on_disk(world, jobs[0][0]) == [1, 4, 5, 6]
+    left.unlink()
+    left.write_text("no folder")
+    os.utime(left, (0, 0))
+    world.tidy()
+    assert left.exists()
+    left.unlink()
+    world.tidy()
+    assert on_disk(world, jobs[1][0]) == [1, 4, 5, 6]
+
+
 def test_a_job_from_before_the_field_keeps_all(world: World) -> None:
     job_id, rank = world.start(steps=8)
     with world.database.write() as session:

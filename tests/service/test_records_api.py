@@ -85,7 +85,9 @@ def test_a_stream_of_some_log_lines_is_refused(client: TestClient, trained: tupl
     assert "Last-Event-ID" in response.text
 
 
-@pytest.mark.parametrize("query", ["tail=0", "rank=-1", "since=yesterday", "since=2026-01-01T00:00:00"])
+@pytest.mark.parametrize(
+    "query", ["tail=0", "rank=-1", "since=yesterday", "since=2026-01-01T00:00:00", "since=0001-01-01T00:00:00%2B14:00"]
+)
 def test_bad_wishes_for_log_lines_are_refused(client: TestClient, trained: tuple[str, Rank], query: str) -> None:
     assert client.get(f"/v1/jobs/{trained[0]}/logs?{query}").status_code == 422
 

@@ -340,7 +340,12 @@ def test_some_lines_of_a_log(octet: Callable[..., Result], finished: Job, wish: 
 
 
 @pytest.mark.parametrize(
-    ("wish", "said"), [(["--since", "yesterday"], "allowed: 30s, 10m, 2h, 1d"), (["--attempt", "2"], "has 1")]
+    ("wish", "said"),
+    [
+        (["--since", "yesterday"], "allowed: 30s, 10m, 2h, 1d"),
+        (["--since", "999999d"], "allowed: 30s, 10m"),
+        (["--attempt", "2"], "has 1"),
+    ],
 )
 def test_a_log_that_nobody_can_have_is_refused(octet: Callable[..., Result], finished: Job, wish: list[str], said: str) -> None:
     refused = octet("logs", finished.id, *wish)

@@ -3,7 +3,7 @@
 import { key } from "./api.js";
 import { age } from "./format.js";
 
-/** `points`, `event` and `log_line` have a list as `data`, `row` one row, and `rows` a list of jobs. */
+/** `points`, `event` and `log_line` have a list as `data`, `row` one row, `gone` nothing, and `rows` a list of jobs. */
 /**
  * @typedef {{kind: string, job: string, data: any, list: string, total: number, ids: string[] | null,
  *   changed: import("octet-types").Row[]}} Message

@@ -12,8 +12,7 @@
 const FIRST_WAIT_MS = 250;
 const LONGEST_WAIT_MS = 4000;
 const SILENT_MS = 40_000;
-const MOST_LISTS = 8;
-const MOST_JOBS = 16;
+const [MOST_LISTS, MOST_JOBS] = [8, 16];
 const PARAMETERS = /** @type {Record<string, string>} */ ({ points: "points", event: "events", log_line: "logs" });
 
 /** Joins the wishes of all clients. A line is what one key may see. */
@@ -133,8 +132,9 @@ class Line {
           wait = FIRST_WAIT_MS;
           this.#hand(messages);
         }
-      } catch {
-        // The status below says it, and the loop tries again.
+      } catch (error) {
+        // The status below says it, and the loop tries again: without sources if a job was deleted, whose list says which.
+        if (/** @type {Error} */ (error).message === "status 404") wish = { ...wish, sources: [] };
       }
       if (signal.aborted) return;
       this.#become("lost");
@@ -171,6 +171,17 @@ class Line {
     }
   }
 
+  /** Say that jobs were deleted, and follow them no longer. @param {string[]} jobs */
+  #lose(jobs) {
+    for (const client of this.clients) {
+      const own = jobs.filter((job) => client.jobs.includes(job));
+      client.jobs = client.jobs.filter((job) => !own.includes(job));
+      client.cursors = client.cursors.filter((cursor) => !own.includes(cursor.split(".")[1]));
+      if (own.length) client.post(own.map((job) => ({ kind: "gone", job })));
+    }
+    if (jobs.length) this.#change();
+  }
+
   /**
    * Keep the places and the lists, and hand each client what it follows.
    * @param {NonNullable<ReturnType<typeof parse>>[]} messages
@@ -198,6 +209,7 @@ class Line {
 
   /** @param {{list: string, total: number, ids: string[] | null, changed: any[]}} message */
   #list({ list, total, ids, changed }) {
+    if (ids && list.startsWith("id=")) this.#lose(new URLSearchParams(list).getAll("id").filter((id) => !ids.includes(id)));
     const before = this.#lists.get(list);
     const known = new Map([...(before?.rows ?? []), ...changed.map((row) => /** @type {[string, any]} */ ([row.id, row]))]);
     const order = ids ?? before?.ids ?? [];

@@ -11,7 +11,9 @@ import { Curves } from "./curves.js";
 
 /** @typedef {import("octet-types").Job} Job */
 /** @typedef {import("octet-types").Measurements} Measurements */
-/** @typedef {{id: string, job: Job, curve: Curve, measured: Measurements | null, signal: AbortSignal}} Shown */
+/**
+ * @typedef {{id: string, job: Job, curve: Curve, measured: Measurements | null, isGone: boolean, signal: AbortSignal}} Shown
+ */
 /**
  * @typedef {{draw: (shown: Shown) => void, receive?: (messages: import("../live.js").Message[]) => void, cursor?: string}} Part
  */
@@ -21,7 +23,7 @@ export async function show({ root, id, query, signal }) {
   const curve = new Curve(id, signal);
   const [[job, measured]] = await Promise.all([readJob(id, signal), curve.load()]);
   /** @type {Shown} */
-  const shown = { id, job, curve, measured, signal };
+  const shown = { id, job, curve, measured, isGone: false, signal };
   document.title = `${job.name} · Octet`;
   const [head, notice, facts] = [
     h("div", { class: "headline" }),
@@ -55,7 +57,7 @@ export async function show({ root, id, query, signal }) {
   every(
     1,
     () => {
-      if (!isOver(shown.job.state)) soon();
+      if (!shown.isGone && !isOver(shown.job.state)) soon();
     },
     signal,
   );
@@ -66,6 +68,7 @@ export async function show({ root, id, query, signal }) {
         if (kind === "points") for (const points of data) curve.add(points);
         if (kind === "row") take(shown, data);
         if (kind === "event") refresh();
+        if (kind === "gone") shown.isGone = true;
       }
       for (const part of parts) part.receive?.(messages);
       soon();
@@ -83,7 +86,7 @@ function take(shown, row) {
 }
 
 /** @param {HTMLElement} head @param {Shown} shown */
-function drawHead(head, { job, id }) {
+function drawHead(head, { job, id, isGone }) {
   if (!head.childElementCount) {
     const { family } = job.spec.model;
     const under = h(
@@ -103,6 +106,7 @@ function drawHead(head, { job, id }) {
       drawActions(head);
     });
   }
+  /** @type {HTMLElement} */ (head.querySelector(".buttons")).hidden = isGone;
   const now = /** @type {HTMLElement} */ (head.querySelector(".now"));
   if (now.dataset.state !== job.state) {
     now.dataset.state = job.state;
@@ -112,8 +116,8 @@ function drawHead(head, { job, id }) {
 }
 
 /** Say why it waits or ended, and what would help. @param {HTMLElement} notice @param {Shown} shown */
-function drawNotice(notice, { job }) {
-  const [words, help] = reasons(job);
+function drawNotice(notice, { job, isGone }) {
+  const [words, help] = isGone ? ["This job was deleted.", "What is shown is from before."] : reasons(job);
   if (notice.dataset.words === `${words} ${help}`) return;
   notice.dataset.words = `${words} ${help}`;
   fill(
