@@ -142,7 +142,7 @@ def test_a_child_that_is_killed_is_the_reason_for_one_job_alone() -> None:
 
 @pytest.mark.slow
 def test_children_end_with_the_process_and_keep_no_reader_waiting() -> None:
-    """The children hang, as a trace can, until they are told to go on or killed."""
+    """The children are stopped, as by a trace that hangs: only a kill ends them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "octet.worker.planning"]
     with subprocess.Popen(
