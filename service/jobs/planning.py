@@ -42,7 +42,10 @@ class Planner:
         self._process: Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
+        self._sending: set[asyncio.Task[None]] = set()
         self._numbers = count()
+        self._keys: dict[str, str] = {}
+        """The jobs that the process traces, by the number of the request."""
         self._waiting: dict[str, asyncio.Future[TraceReply]] = {}
         self._kept: dict[str, TraceReply] = {}
 
@@ -59,71 +62,77 @@ class Planner:
 
     async def _reply(self, request: TraceRequest) -> TraceReply:
         key = request.job.model_dump_json(include={"model", "precision", "training", "parallelism", "resources"})
-        if (kept := self._kept.get(key)) is not None:
-            return kept.model_copy(update={"id": request.id})
-        reply = await self._ask(request)
-        if reply.peak is not None:
-            if len(self._kept) >= MOST_KEPT:
-                del self._kept[next(iter(self._kept))]
-            self._kept[key] = reply
+        reply = self._kept.get(key) or await self._ask(key, request)
         return reply.model_copy(update={"id": request.id})
 
-    async def _ask(self, request: TraceRequest) -> TraceReply:
-        """Ask the process for a peak, and wait until the deadline."""
-        reason = None
+    async def _ask(self, key: str, request: TraceRequest) -> TraceReply:
+        """Ask the process for a peak, unless it traces it already, and wait until the deadline. A late reply is kept."""
+        answer, reason = self._waiting.get(key), None
         if not self._settings.planner:
             reason = "this server traces no peaks: its setting planner is off"
         elif find_spec("torch") is None:
             reason = "this server traces no peaks: octet-fp8[worker] is not installed there"
-        elif len(self._waiting) >= MOST_WAITING:
+        elif answer is None and len(self._waiting) >= MOST_WAITING:
             reason = f"{MOST_WAITING} traces are waiting; ask again later"
         if reason is not None:
             return TraceReply(id=request.id, reason=reason)
-        number = str(next(self._numbers))
-        answer: asyncio.Future[TraceReply] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
+        if answer is None:
+            answer = self._waiting[key] = asyncio.get_running_loop().create_future()
+            sending = asyncio.create_task(self._send(key, request))  # which no deadline ends halfway
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
         try:
             async with asyncio.timeout(DEADLINE_S):
-                await self._send(request.model_copy(update={"id": number}))
-                return await answer
+                return await asyncio.shield(answer)
         except TimeoutError:
-            return TraceReply(id=request.id, reason=f"its peak was not traced within {DEADLINE_S:g} s")
-        except OSError as error:
-            return TraceReply(id=request.id, reason=f"the planner's process does not run: {error}")
-        finally:
-            self._waiting.pop(number, None)
+            return TraceReply(id=request.id, reason=f"its peak was not traced within {DEADLINE_S:g} s; ask again later")
 
-    async def _send(self, request: TraceRequest) -> None:
-        async with self._starting:
-            if self._process is None or self._process.returncode is not None:
-                environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-                environment["OMP_NUM_THREADS"] = "1"
-                command = (sys.executable, "-m", "octet.worker.planning")
-                self._process = await asyncio.create_subprocess_exec(
-                    *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment
-                )
-                self._reader = asyncio.create_task(self._read(self._process))
-        assert self._process.stdin is not None
-        self._process.stdin.write(request.model_dump_json().encode() + b"\n")
-        await self._process.stdin.drain()
+    async def _send(self, key: str, request: TraceRequest) -> None:
+        number = str(next(self._numbers))
+        try:
+            async with self._starting:
+                if self._process is None or self._process.returncode is not None:
+                    if self._reader is not None:
+                        await self._reader  # it answers those who had asked the process before
+                    self._process = await self._started()
+                    self._reader = asyncio.create_task(self._read(self._process))
+            assert self._process.stdin is not None
+            self._keys[number] = key
+            self._process.stdin.write(request.model_copy(update={"id": number}).model_dump_json().encode() + b"\n")
+            await self._process.stdin.drain()
+        except OSError as error:
+            self._answer(key, TraceReply(id=number, reason=f"the planner's process does not run: {error}"))
+
+    async def _started(self) -> Process:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment["OMP_NUM_THREADS"] = "1"
+        command = (sys.executable, "-m", "octet.worker.planning")
+        return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment)
 
     async def _read(self, process: Process) -> None:
         """Hand out replies until the process ends; then tell those who wait."""
         assert process.stdout is not None
         async for line in process.stdout:
             reply = TraceReply.model_validate_json(line)
-            self._answer(reply.id, reply)
+            self._answer(self._keys.pop(reply.id), reply)
         status = await process.wait()
-        for number in list(self._waiting):
-            self._answer(number, TraceReply(id=number, reason=f"the planner's process ended with status {status}; ask again"))
+        for number, key in self._keys.items():
+            self._answer(key, TraceReply(id=number, reason=f"the planner's process ended with status {status}; ask again"))
+        self._keys.clear()
 
-    def _answer(self, number: str, reply: TraceReply) -> None:
-        waiting = self._waiting.get(number)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(reply)
+    def _answer(self, key: str, reply: TraceReply) -> None:
+        if (answer := self._waiting.pop(key, None)) is not None and not answer.done():
+            answer.set_result(reply)
+        if reply.peak is not None:
+            if len(self._kept) >= MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = reply
 
     async def close(self) -> None:
         """End the process, which gives up its traces."""
+        for sending in list(self._sending):
+            sending.cancel()
+        await asyncio.gather(*self._sending, return_exceptions=True)
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
         if self._reader is not None:

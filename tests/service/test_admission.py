@@ -386,6 +386,36 @@ def test_files_that_hold_no_weights_are_refused(
     assert (found.field, says in str(found.got)) == ("model.path", True), found
 
 
+@pytest.mark.parametrize(
+    ("limits", "allowed"),
+    [
+        ({"data_check_timeout_s": 1e-9}, "headers can be read within 1e-09 s (data_check_timeout_s)"),
+        ({"data_check_max_entries": 2}, "at most 2 entries below it (data_check_max_entries)"),
+    ],
+    ids=["time", "entries"],
+)
+def test_the_headers_of_many_files_are_read_within_limits(
+    root: Path, spec_document: Document, limits: dict[str, Any], allowed: str
+) -> None:
+    model = fp8_folder(root / "model", BLOCKS, FP8)
+    first = root / "model" / "model.safetensors"
+    if "data_check_timeout_s" in limits:
+        index = {"weight_map": {WEIGHT: "part_1.safetensors"}}
+        (root / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    first.rename(root / "model" / "part_1.safetensors")
+    (root / "model" / "notes.txt").write_text("")
+    found = violation_of_model(root, spec_document, model, limits=limits)
+    assert found is not None
+    assert (found.field, allowed in str(found.allowed)) == ("model.path", True), found
+
+
+def test_a_header_that_would_stop_every_thread_is_refused(root: Path, spec_document: Document) -> None:
+    model = fp8_folder(root / "model", BLOCKS, FP8 | {"padding" * (2 << 20): ("BF16", [1])})
+    found = violation_of_model(root, spec_document, model)
+    assert found is not None
+    assert "allowed: 8388608" in str(found.got), found.field
+
+
 def test_images_are_checked_against_the_model(root: Path, spec_document: Document) -> None:
     np.savez(root / "images.npz", images=np.zeros((8, 32, 32, 3), np.uint8), labels=np.zeros(8, np.int64))
     document = {**spec_document, "training": {"steps": 2}, "model": {}, "data": {}}

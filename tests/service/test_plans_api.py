@@ -69,7 +69,7 @@ def test_a_process_traces_peaks_and_is_started_again_after_it_was_killed(
         try:
             first = await planner.plan(PlanRequest(job=job, levels=("O2",)))
             lost = asyncio.create_task(planner.plan(PlanRequest(job=other, levels=("O3",))))
-            while not planner._waiting:
+            while not planner._keys:
                 await asyncio.sleep(0.001)
             assert planner._process is not None
             planner._process.kill()
@@ -85,3 +85,28 @@ def test_a_process_traces_peaks_and_is_started_again_after_it_was_killed(
     assert row.fits[0].verdict == "yes"
     assert "ended with status" in (lost.rows[0].reason or "")
     assert {each.level: each.peak_bytes is not None for each in again.rows} == {"O2": True, "te": True}
+
+
+@pytest.mark.slow
+def test_a_peak_that_comes_late_is_traced_once_and_kept(
+    settings: Settings, spec_document: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each deadline is over before its trace is: a caller who asks again gets what was found meanwhile."""
+    monkeypatch.setattr(planning, "DEADLINE_S", 0.01)
+    request = PlanRequest(job=JobSpec.model_validate(spec_document | {"precision": {"level": "O2"}}), levels=("O2",))
+
+    async def plans() -> list[Plan]:
+        planner = Planner(settings.model_copy(update={"planner": True}))
+        try:
+            early = [await planner.plan(request), await planner.plan(request)]
+            while planner._waiting:
+                await asyncio.sleep(0.01)
+            assert next(planner._numbers) == 1
+            return [*early, await planner.plan(request)]
+        finally:
+            await planner.close()
+
+    first, second, last = (plan.rows[0] for plan in asyncio.run(plans()))
+    assert "not traced within" in (first.reason or "")
+    assert "not traced within" in (second.reason or "")
+    assert last.peak_bytes is not None

@@ -88,11 +88,11 @@ def elements_of(shard: Any) -> range:
     return range(first, first + local.numel())
 
 
-def like_shard(shard: Any, local: Tensor, num_rows: int | None = None) -> Tensor:
-    """Return a DTensor of other rows of this rank, placed as a parameter is. num_rows: of the whole; default: as it has."""
+def like_shard(shard: Any, local: Tensor) -> Tensor:
+    """Return a DTensor of other rows of this rank, placed as a parameter is."""
     from torch.distributed.tensor import DTensor
 
-    shape = torch.Size((len(shard) if num_rows is None else num_rows, *local.shape[1:]))
+    shape = torch.Size((len(shard), *local.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     made: Tensor = DTensor.from_local(local, shard.device_mesh, shard.placements, run_check=False, shape=shape, stride=stride)
     return made

@@ -12,11 +12,13 @@ from octet.worker.optim.rules.rule import Rule
 
 NUMBERS = "weight_numbers"
 """The scale and the amax of a shard's codes, among the states of its parameter."""
+CUT = "num_ranks"
+"""The number of ranks between which the rows of a shard's parameter were cut, among its states."""
 
 
 def check_states(saved: Mapping[str, Any], rule: Rule) -> None:
     """Reject the states of another rule."""
-    names = [name for name in saved if name not in ("step", "master_weights", NUMBERS)]
+    names = [name for name in saved if name not in ("step", "master_weights", NUMBERS, CUT)]
     if set(names) != set(rule.state_codecs):
         raise ValueError(
             f"the saved states are {', '.join(names)}; allowed: {', '.join(rule.state_codecs)}, the states of {rule.name}. "

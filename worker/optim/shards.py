@@ -3,8 +3,8 @@
 The ranks agree on whether gradients are finite before a step, and on the weights' scales after it. In a
 state dict each part of a state is a DTensor of the rows that its parameter has, so that
 `torch.distributed.checkpoint` saves what ranks hold. What gloo cannot send (float8, int16)
-is bytes in it. Scales of blocks go by rows as well where blocks do not cross them, and can then be loaded by
-other numbers of ranks; else each rank's scales are a row of their own.
+is bytes in it. Scales of blocks go by rows as well: a row has those of all blocks that have a part of it. Where blocks cross
+rows, they lie elsewhere under another number of ranks, and what is loaded then is decoded and encoded again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from octet.worker.fp8.fsdp import axis_of, elements_of, is_shard, like_shard
 from octet.worker.kernels.formats import BLOCK
-from octet.worker.kernels.torch_private import local_of
+from octet.worker.kernels.torch_private import first_of_local, local_of
 from octet.worker.mesh import Axis
-from octet.worker.optim.codecs import Codec, Parts
+from octet.worker.optim.codecs import CODECS, Codec, Parts
 from octet.worker.optim.origin import Origin
-from octet.worker.optim.saved_states import NUMBERS
+from octet.worker.optim.saved_states import CUT, NUMBERS
 from octet.worker.optim.weights import QuantizedWeight
 
 
@@ -96,23 +96,39 @@ def as_shards(parameter: Tensor, state: Mapping[str, Any], weight: QuantizedWeig
     }
     if weight is not None:
         shards[NUMBERS] = {"dequant_scale": weight.dequant_scale.clone(), "amax": weight.amax.clone()}
+    if _row_size(parameter) % BLOCK and any(_has_blocks(value) for value in state.values()):
+        shards[CUT] = torch.tensor(axis_of(parameter).size)
     return shards
+
+
+def _has_blocks(value: Any) -> bool:
+    return isinstance(value, dict) and any(part != "codes" and held.dim() for part, held in value.items())
+
+
+def _row_size(parameter: Tensor) -> int:
+    return parameter.numel() // max(len(parameter), 1)
+
+
+def _blocks_of_rows(num_rows: int, row_size: int, device: torch.device) -> Tensor:
+    """Return the blocks that have a part of each row (num_rows, n), int64; n as of the row that most blocks can cross.
+
+    Rows and blocks begin together. The last rows may name blocks that are not there.
+    """
+    first = torch.arange(num_rows, device=device) * row_size // BLOCK
+    return first[:, None] + torch.arange((row_size + BLOCK - 2) // BLOCK + 1, device=device)
 
 
 def _as_shard(parameter: Any, part: str, held: Tensor) -> Tensor:
     """Return a part of a state, 1-D, as a DTensor; a scale () of the whole is the same on all ranks."""
     if held.dim() == 0:
         return held
-    rows, row_size = len(local_of(parameter)), parameter.numel() // max(len(parameter), 1)
+    rows, row_size = len(local_of(parameter)), _row_size(parameter)
     if part == "codes":
         return like_shard(parameter, _sendable(held.view(rows, *parameter.shape[1:])))
     if row_size % BLOCK == 0:
         return like_shard(parameter, _sendable(held.view(rows, row_size // BLOCK)))
-    num_ranks = axis_of(parameter).size
-    longest = -(-(-(-len(parameter) // num_ranks) * row_size) // BLOCK)
-    padded = held.new_zeros(1, longest)
-    padded[0, : held.numel()] = held
-    return like_shard(parameter, _sendable(padded), num_rows=num_ranks)
+    blocks = _blocks_of_rows(rows, row_size, held.device)
+    return like_shard(parameter, _sendable(held[blocks.clamp_(max=len(held) - 1)]))
 
 
 def _sendable(held: Tensor) -> Tensor:
@@ -141,4 +157,49 @@ def local_parts(parts: Parts, origin: Origin, num_held: int, codec: Codec | None
         )
     if codec is None:
         return local | {"dequant_scale": parts["dequant_scale"]}
-    return {name: local[name].view(part.dtype)[: part.shape(num_held)[0]] for name, part in codec.parts.items()}
+    return _by_blocks(local, _row_size(codes), codec)
+
+
+def _by_blocks(parts: Parts, row_size: int, codec: Codec) -> Parts:
+    """Return parts, 1-D, whose scales go by rows, as the codec has them: by blocks that begin with the first row."""
+    held = {name: parts[name].reshape(-1).view(part.dtype) for name, part in codec.parts.items()}
+    if row_size % BLOCK == 0 or len(held) == 1:
+        return held
+    num_held = held["codes"].numel()
+    blocks = torch.arange(-(-num_held // BLOCK), device=held["codes"].device)
+    rows = blocks * BLOCK // row_size
+    places = rows * _blocks_of_rows(1, row_size, blocks.device).numel() + blocks - rows * row_size // BLOCK
+    return {name: part if name == "codes" else part[places] for name, part in held.items()}
+
+
+def take_rows(parts: Parts, num_ranks: Any, codec: Codec) -> tuple[Parts, Codec]:
+    """Return the parts of a state that went by rows in blocks as a parameter has them, and their codec.
+
+    Where the blocks of `num_ranks` ranks (None: blocks that do not cross rows) begin at other elements, they are the values in
+    fp32. Parts of a shard that are as its own stay DTensors; a whole state becomes 1-D, and other states stay as they are.
+    """
+    codes = parts["codes"]
+    if is_shard(codes):
+        per_rank = len(codes) if num_ranks is None else -(-len(codes) // int(num_ranks))
+        if num_ranks is None or per_rank == -(-len(codes) // axis_of(codes).size):
+            return parts, codec
+        return _values_of_rows(parts, per_rank, first_of_local(codes)[0], codec), CODECS["fp32"]
+    if codes.dim() < 2 and all(part.dim() < 2 for part in parts.values()):
+        return parts, codec
+    if num_ranks is None or int(num_ranks) == 1:
+        return _by_blocks(parts, _row_size(codes), codec), codec
+    return _values_of_rows(parts, -(-len(codes) // int(num_ranks)), 0, codec), CODECS["fp32"]
+
+
+def _values_of_rows(parts: Parts, rows_of_rank: int, first_row: int, codec: Codec) -> Parts:
+    """Decode this rank's rows, whose blocks began at each `rows_of_rank`-th row. first_row: of this rank."""
+    row_size = _row_size(parts["codes"])
+    local = {name: local_of(parts[name]).view(part.dtype) for name, part in codec.parts.items()}
+    codes = local.pop("codes")
+    num_rows, device = len(codes), codes.device
+    rows = torch.arange(num_rows, device=device) + first_row
+    columns = (rows % rows_of_rank * row_size % BLOCK)[:, None] + torch.arange(row_size, device=device)
+    bits = _sendable(codes).reshape(num_rows, row_size)
+    wide = bits.new_zeros(num_rows, _blocks_of_rows(1, row_size, device).numel() * BLOCK).scatter_(1, columns, bits)
+    values = codec.decode({"codes": wide.view(codes.dtype).view(-1)} | {name: part.reshape(-1) for name, part in local.items()})
+    return {"codes": values.view(wide.shape).gather(1, columns).view(-1)}

@@ -26,8 +26,8 @@ from octet.worker.optim.held import HeldParameter
 from octet.worker.optim.host_states import HostStates
 from octet.worker.optim.origin import Origin, is_small
 from octet.worker.optim.rules.rule import Defaults, Group, Rule
-from octet.worker.optim.saved_states import NUMBERS, check_parts, check_states, copy_parts, entries_of_piece, wrong_dtype
-from octet.worker.optim.shards import Shards, as_shards, local_parts, origin_of
+from octet.worker.optim.saved_states import CUT, NUMBERS, check_parts, check_states, copy_parts, entries_of_piece, wrong_dtype
+from octet.worker.optim.shards import Shards, as_shards, local_parts, origin_of, take_rows
 from octet.worker.optim.weights import (
     Bf16Weight,
     CodesWeight,
@@ -326,6 +326,7 @@ class OptimizerStates(torch.optim.Optimizer):
             codec, saved_codec = self.codec(parameter, group, name), self.codec(parameter, saved_group, name)
             parts = saved[name] if isinstance(saved[name], dict) else {"codes": local_of(saved[name]).float().reshape(-1)}
             check_parts(name, parts, saved_codec)
+            parts, saved_codec = take_rows(parts, saved.get(CUT), saved_codec)
             state[name] = copy_parts(self._own_entries(parameter, parts, saved_codec), parameter.device)
             if codec is not saved_codec:
                 values = saved_codec.decode(state[name])
@@ -334,7 +335,10 @@ class OptimizerStates(torch.optim.Optimizer):
         weight = self._weights.get(parameter)
         if weight is not None and weight.needs_master:
             if "master_weights" in saved:
-                master = copy_parts(self._own_entries(parameter, saved["master_weights"], None), parameter.device)
+                parts = saved["master_weights"]
+                if not is_shard(parts["codes"]):
+                    parts = parts | {"codes": parts["codes"].reshape(-1)}  # rows, where a whole shard was saved
+                master = copy_parts(self._own_entries(parameter, parts, None), parameter.device)
                 state["master_weights"] = master
                 if weight.weight.state.wide is None and is_rounding(weight, master):
                     link_master(weight, master)  # else what was loaded waits: the next step makes a master of it

@@ -6,6 +6,7 @@ keeps of ops it has seen. The parent never runs a backward pass, since autograd 
 does.
 """
 
+import ctypes
 import gc
 import json
 import os
@@ -27,6 +28,7 @@ CPU_S = 60
 DEADLINE_S = 300
 MEMORY_BYTES = 4 << 30
 MOST_CHILDREN = 4
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 @dataclass
@@ -100,9 +102,10 @@ class Planner:
         if plan.is_answered:  # its other child failed
             return
         result = os.memfd_create("traces")
+        parent = os.getpid()
         process_id = os.fork()
         if not process_id:
-            _trace_in_child(plan.request.job, num_sequences, result)
+            _trace_in_child(parent, plan.request.job, num_sequences, result)
         descriptor = os.pidfd_open(process_id)
         self.children[descriptor] = Child(process_id, plan, num_sequences, result)
         self.selector.register(descriptor, selectors.EVENT_READ)
@@ -139,8 +142,9 @@ def _note(plan: Plan, num_sequences: int, found: list[Trace] | str) -> None:
             plan.answer(TraceReply(id=plan.request.id, peak=peak))
 
 
-def _trace_in_child(job: JobSpec, num_sequences: int, result: int) -> NoReturn:
+def _trace_in_child(parent: int, job: JobSpec, num_sequences: int, result: int) -> NoReturn:
     """Write the traces of a job, or the reason for which there are none, and end."""
+    _leave(parent)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     signal.alarm(DEADLINE_S)
@@ -154,6 +158,19 @@ def _trace_in_child(job: JobSpec, num_sequences: int, result: int) -> NoReturn:
     with os.fdopen(result, "w") as file:
         json.dump(found, file)
     os._exit(0)
+
+
+def _leave(parent: int) -> None:
+    """Let go of the parent's requests and replies, and end when it does. parent: its process ID.
+
+    A child that kept the pipe of replies would keep whoever reads it waiting after the parent's end.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before it was asked for
+        os._exit(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (sys.stdin.fileno(), sys.stdout.fileno()):
+        os.dup2(nothing, descriptor)
 
 
 def _read(content: str) -> list[Trace] | str:

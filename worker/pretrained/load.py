@@ -22,6 +22,8 @@ from octet.worker.prepare.options import read_options
 from octet.worker.pretrained.files import PretrainedFiles
 from octet.worker.pretrained.layouts import Layout, layout_in_file
 
+ROWS = 1024
+"""Rows that are compared at a time."""
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -54,7 +56,10 @@ def load_pretrained(
     with parameters_on_meta():
         model = _from_transformers(files) if build is None else build()
     optimizer = None if make_optimizer is None else make_optimizer(model)
-    source = FileSource(files, model, torch.device(device))
+    try:
+        source = FileSource(files, model, torch.device(device))
+    except SpecConflict as conflict:
+        raise conflict.moved_to("folder") from None
     precision = read_options(opt_level, options)
     prepared = prepare(model, optimizer, precision, seed=seed, tokens=tokens, source=source)
     source.make_masters(prepared.model, prepared.optimizer)
@@ -67,7 +72,10 @@ class FileSource:
     """Gives the parameters of a model on `meta` their values, one layer at a time."""
 
     def __init__(self, files: PretrainedFiles, model: nn.Module, device: torch.device) -> None:
-        """Find every parameter's tensor. Raises ValueError that names those that are missing or have another shape."""
+        """Find every parameter's tensor. Raises ValueError that names those that are missing or have another shape.
+
+        SpecConflict, a ValueError, for a parameter that has two names and other values under each.
+        """
         self.files, self.device = files, device
         self.layout: Layout = layout_in_file(model, files.config)
         self._names: dict[int, str] = {}
@@ -93,6 +101,8 @@ class FileSource:
             )
         for parameter in model.parameters():
             self._check_shape(parameter)
+        for names in names_of.values():
+            self._check_tie([self.layout.rename(name) for name in names if self.layout.rename(name) in files])
 
     def values(self, names: Sequence[str]) -> Tensor:
         """Return the values of a parameter, on the device, by its names in the model."""
@@ -171,6 +181,21 @@ class FileSource:
                 f"{self.layout.rename(name)} in {self.files.folder} has shape {found}; the model's is {expected}. Build the "
                 "model that the checkpoint is of."
             )
+
+    def _check_tie(self, names: Sequence[str]) -> None:
+        """Refuse a folder whose tensors of one parameter differ: all but one would be lost, such as a trained head."""
+        for other in names[1:]:
+            if not _are_equal(self.files.read(names[0]), self.files.read(other)):
+                got = f"{self.files.folder}, where {names[0]} and {other} have different values"
+                allowed = "the same values, because config.json ties them to one parameter"
+                raise SpecConflict("model.path", got, allowed, "Set tie_word_embeddings to false in config.json.")
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Compare values, of any dtypes, without a copy of the whole."""
+    if one.shape != other.shape:
+        return False
+    return all(torch.equal(a.float(), b.float()) for a, b in zip(one.split(ROWS), other.split(ROWS), strict=True))
 
 
 def _from_transformers(files: PretrainedFiles) -> nn.Module:

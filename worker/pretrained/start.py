@@ -140,8 +140,11 @@ def _opened(spec: FamilySpec, files: Files) -> PretrainedFiles:
 
 
 def _source(model: TrainedModel, weights: PretrainedFiles, device: torch.device) -> FileSource | None:
+    """Return what reads the folder tensor by tensor; None where transformers has to. Raises InvalidConfig."""
     try:
         source = FileSource(weights, model, device)
+    except SpecConflict as conflict:
+        raise InvalidConfig(str(conflict)) from None
     except ValueError as error:
         logger.info("the weights are read as a whole by transformers: %s", error)
         return None

@@ -138,3 +138,39 @@ def test_a_child_that_is_killed_is_the_reason_for_one_job_alone() -> None:
     assert "status 9" in (killed.reason or "")
     assert traced_job.id == "traced"
     assert traced_job.peak is not None
+
+
+@pytest.mark.slow
+def test_children_end_with_the_process_and_keep_no_reader_waiting() -> None:
+    """The children are stopped, as by a trace that hangs: only a kill ends them."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "octet.worker.planning"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(TraceRequest(id="hangs", job=spec_of(LLAMA)).model_dump_json() + "\n")
+        process.stdin.flush()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: bool(children.read_text()))
+        os.kill(process.pid, signal.SIGSTOP)  # no more children
+        numbers = [int(number) for number in children.read_text().split()]
+        wait_until(lambda: {os.path.realpath(f"/proc/{number}/fd/1") for number in numbers} == {os.devnull})
+        for number in numbers:
+            os.kill(number, signal.SIGSTOP)
+        process.kill()
+        try:
+            wait_until(lambda: not any(_runs(number) for number in numbers))
+            assert process.stdout.read() == ""
+        finally:
+            for number in filter(_runs, numbers):
+                os.kill(number, signal.SIGKILL)
+
+
+def _runs(process_id: int) -> bool:
+    """Return True for a process that has not ended; one that no parent has waited for yet has."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

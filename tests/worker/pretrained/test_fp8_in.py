@@ -204,6 +204,23 @@ def test_a_rank_refuses_what_a_submission_refuses(tmp_path: Path) -> None:
         start_model(HuggingFaceSpec(path=str(tmp_path)), 0)
 
 
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_head_that_the_configuration_ties_is_not_lost(tmp_path: Path, *, is_equal: bool) -> None:
+    """A folder may hold a tied weight twice, in two dtypes; a head of its own needs a configuration that says so."""
+    save_fp8(tmp_path, network("llama", LLAMA), FORMS["deepseek"])
+    document = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    if is_equal:
+        tensors = tensors_in(tmp_path)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].float()
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert torch.equal(started(tmp_path, "fp32").get_parameter("network.lm_head.weight"), tensors["lm_head.weight"])
+        return
+    for field, load in (("model.path", lambda: started(tmp_path, "fp32")), ("folder", lambda: load_pretrained(tmp_path))):
+        with pytest.raises((InvalidConfig, ValueError), match=rf"{field}: .* have different values.*tie_word_embeddings"):
+            load()
+
+
 def test_adapters_are_merged_into_decoded_weights(tmp_path: Path, spec_document: dict[str, Any]) -> None:
     """The frozen model may be FP8; what is merged is plain, and transformers loads it."""
     from octet.worker.pretrained.__main__ import main
