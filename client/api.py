@@ -56,7 +56,7 @@ Shown = TypeVar("Shown", bound=Contract)
 MOST_JOBS_PER_PAGE = 100
 MOST_MATCHES = 5
 """Jobs that are listed where a name or the beginning of an id has several."""
-_ID_LENGTH = 30
+_ID_LENGTH, _DIGITS = 30, "0123456789abcdefghjkmnpqrstvwxyz"
 _ID = re.compile(rf"job_[0-7][0-9a-hjkmnp-tv-z]{{{_ID_LENGTH - 5}}}")
 _PREFIX = re.compile(r"job_[0-7][0-9a-hjkmnp-tv-z]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -141,8 +141,8 @@ class Client:
             return self.job(text)
         found = list(self.jobs(name=text, limit=MOST_MATCHES + 1)) if _NAME.fullmatch(text) else []
         if not found and _PREFIX.fullmatch(text):
-            # Ids sort by time and jobs are listed from the newest, so those with the prefix follow its greatest id.
-            params = {"limit": str(MOST_MATCHES + 1), "after": text.ljust(_ID_LENGTH, "z")}
+            # Ids sort by time and jobs are listed from the newest, so those with the prefix follow the next prefix.
+            params = {"limit": str(MOST_MATCHES + 1)} | ({"after": above} if (above := _first_id_above(text)) else {})
             page = self._connection.request("GET", "/v1/jobs", params=params, patience_s=self._patience_s)
             found = [job for job in read(Page[Job], page).data if job.id.startswith(text)]
         if len(found) > 1:
@@ -403,6 +403,14 @@ def _place_below(folder: Path, path: str) -> Path:
     if not parts or path.startswith("/") or ".." in parts:
         raise DownloadFailed(f"the server lists the file {path!r}, which does not lie in the checkpoint's folder.")
     return folder.joinpath(*parts)
+
+
+def _first_id_above(prefix: str) -> str | None:
+    """Return the least id that sorts above all ids that begin so; None if all of them sort below."""
+    kept = prefix.rstrip("z")
+    if kept in {"job_", "job_7"}:
+        return None
+    return f"{kept[:-1]}{_DIGITS[_DIGITS.index(kept[-1]) + 1]}".ljust(_ID_LENGTH, "0")
 
 
 def _path(job_id: str) -> str:

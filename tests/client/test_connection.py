@@ -8,9 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
+from octet.api_schemas import Job, Page
 from octet.client import ApiError, Client, ConnectionFailed, UnexpectedAnswer, WaitTimeout
 from octet.client.connection import delays_s
 
+MakeJob = Callable[..., Job]
 Handler = Callable[[httpx.Request], httpx.Response]
 URL = "http://octet.test"
 
@@ -255,3 +257,20 @@ def test_delays_grow_and_add_up_to_the_patience() -> None:
     assert delays[0] <= 0.1
     assert max(delays) <= 2.0
     assert list(delays_s(0)) == []
+
+
+@pytest.mark.parametrize("last", ["0", "a", "h", "z"])
+@pytest.mark.parametrize("num_left_out", [1, 2])
+def test_a_job_is_found_by_a_beginning_of_any_id(make_job: MakeJob, last: str, num_left_out: int) -> None:
+    """A list begins below `after`, so that a job whose id ends with the last digit is not in the list after that id."""
+    wanted = f"job_01kg9ys7g0zn9d2mqxrybeyj{last}z"
+    jobs = [make_job(id=id_) for id_ in ("job_01kg9ys7g0zn9d2mqxrybeyk00", wanted, "job_01kg9ys7g0zn9d2mqxrybeyhzz")]
+
+    def list_jobs(request: httpx.Request) -> httpx.Response:
+        after = request.url.params.get("after", "job_z")
+        found = () if "name" in request.url.params else tuple(job for job in jobs if job.id < after)
+        return httpx.Response(200, content=Page[Job](data=found, has_more=False, first_id=None, last_id=None).model_dump_json())
+
+    found = client_of(list_jobs).find(wanted[:-num_left_out])
+    assert found is not None
+    assert found.id == wanted
