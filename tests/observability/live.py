@@ -47,9 +47,11 @@ class Run:
 
     hidden_size: int = 32
     num_layers: int = 2
-    steps: int = 70
+    steps: int = 450
     other_steps: int = 800
-    """Steps of each job at another level. These steps are faster, and a job has to last for some scrapes."""
+    """Steps of each job at another level. These are faster, and a job has to last for some scrapes.
+
+    O2 has other steps at which it is evaluated than these."""
     global_batch_size: int = 4
     sequence_length: int = 64
     statistics_every: int = 5
