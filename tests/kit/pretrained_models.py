@@ -1,12 +1,13 @@
 """Small trained models for tests of export and import: our families and transformers' Llama, and how they are compared."""
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from octet.api_schemas import GPTSizes
@@ -93,3 +94,13 @@ def from_pretrained(folder: Path) -> nn.Module:
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
+
+
+def split_into_files(folder: Path) -> None:
+    """Give each tensor a file of its own, with an index: torch counts the whole file that a tensor is read from as memory."""
+    tensors, weight_map = tensors_in(folder), {}
+    (folder / "model.safetensors").unlink()
+    for number, (name, tensor) in enumerate(tensors.items()):
+        weight_map[name] = f"part_{number}.safetensors"
+        save_file({name: tensor}, folder / weight_map[name])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

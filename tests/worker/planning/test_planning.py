@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -116,8 +118,9 @@ def test_the_process_answers_a_line_for_each_request() -> None:
     assert found["traced"].peak.largest_micro_batch(2, 4 * most) >= 2
 
 
-@pytest.mark.slow
-def test_a_child_that_is_killed_is_the_reason_for_one_job_alone() -> None:
+@contextmanager
+def tracing(*names: str) -> Iterator[tuple["subprocess.Popen[str]", IO[str], IO[str], Path]]:
+    """Start a planner with a job of each name. Yields it, its input, its output, and the file that lists its children."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "octet.worker.planning"]
     with subprocess.Popen(
@@ -125,14 +128,20 @@ def test_a_child_that_is_killed_is_the_reason_for_one_job_alone() -> None:
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        for name in ("killed", "traced"):
+        for name in names:
             process.stdin.write(TraceRequest(id=name, job=spec_of(LLAMA)).model_dump_json() + "\n")
         process.stdin.flush()
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         wait_until(lambda: bool(children.read_text()))
+        yield process, process.stdin, process.stdout, children
+
+
+@pytest.mark.slow
+def test_a_child_that_is_killed_is_the_reason_for_one_job_alone() -> None:
+    with tracing("killed", "traced") as (process, stdin, stdout, children):
         os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
-        killed, traced_job = (TraceReply.model_validate_json(process.stdout.readline()) for _ in range(2))
-        process.stdin.close()
+        killed, traced_job = (TraceReply.model_validate_json(stdout.readline()) for _ in range(2))
+        stdin.close()
         assert process.wait(LONG_S) == 0
     assert killed.id == "killed"
     assert "status 9" in (killed.reason or "")
@@ -143,17 +152,7 @@ def test_a_child_that_is_killed_is_the_reason_for_one_job_alone() -> None:
 @pytest.mark.slow
 def test_children_end_with_the_process_and_keep_no_reader_waiting() -> None:
     """The children are stopped, as by a trace that hangs: only a kill ends them."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "octet.worker.planning"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(TraceRequest(id="hangs", job=spec_of(LLAMA)).model_dump_json() + "\n")
-        process.stdin.flush()
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        wait_until(lambda: bool(children.read_text()))
+    with tracing("hangs") as (process, _, stdout, children):
         os.kill(process.pid, signal.SIGSTOP)  # no more children
         numbers = [int(number) for number in children.read_text().split()]
         wait_until(lambda: {os.path.realpath(f"/proc/{number}/fd/1") for number in numbers} == {os.devnull})
@@ -162,7 +161,7 @@ def test_children_end_with_the_process_and_keep_no_reader_waiting() -> None:
         process.kill()
         try:
             wait_until(lambda: not any(_runs(number) for number in numbers))
-            assert process.stdout.read() == ""
+            assert stdout.read() == ""
         finally:
             for number in filter(_runs, numbers):
                 os.kill(number, signal.SIGKILL)

@@ -21,7 +21,7 @@ from octet.worker.pretrained import compressed as compressed_weights
 from octet.worker.pretrained.start import read_model, start_model
 from octet.worker.train.loop import Trainer
 from tests.kit.fp8_folders import FORMS, LLAMA, QWEN3, network, save_fp8
-from tests.kit.pretrained_models import from_pretrained, tensors_in
+from tests.kit.pretrained_models import from_pretrained, split_into_files, tensors_in
 from tests.kit.training import Recorder, train, with_training
 from tests.numerics.measure import peak_bytes
 
@@ -153,16 +153,6 @@ def test_the_peak_is_the_level_and_one_layer(level: str, form: str, tmp_path: Pa
     held = sum(memory_report(*loaded[0]).values())
     one_block = 4 * sum(parameter.numel() for parameter in served.model.layers[0].parameters())
     assert held < peak <= held + one_block
-
-
-def split_into_files(folder: Path) -> None:
-    """Give each tensor a file of its own: torch counts the whole file that a tensor is read from as memory."""
-    tensors, weight_map = tensors_in(folder), {}
-    (folder / "model.safetensors").unlink()
-    for number, (name, tensor) in enumerate(tensors.items()):
-        weight_map[name] = f"part_{number}.safetensors"
-        save_file({name: tensor}, folder / weight_map[name])
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def test_experts_of_their_own_are_decoded_and_joined(tmp_path: Path) -> None:

@@ -15,7 +15,17 @@ from octet.api_schemas.models.llama import LlamaSizes
 from octet.worker import export, initialize, load_pretrained, memory_report, plain_state_dict
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.models.llama import Llama
-from tests.kit.pretrained_models import FAMILIES, TOKENS, logits_of, our_gpt, our_llama, tensors_in, their_llama, trained
+from tests.kit.pretrained_models import (
+    FAMILIES,
+    TOKENS,
+    logits_of,
+    our_gpt,
+    our_llama,
+    split_into_files,
+    tensors_in,
+    their_llama,
+    trained,
+)
 from tests.kit.small_model import spread
 from tests.numerics.measure import peak_bytes
 
@@ -145,16 +155,6 @@ def test_buffers_are_read_where_they_are_saved(tmp_path: Path) -> None:
     assert torch.equal(model.norm.running_mean, plain.norm.running_mean)
     assert int(model.norm.num_batches_tracked) == 1
     assert torch.equal(model.positions, plain.positions)
-
-
-def split_into_files(folder: Path) -> None:
-    """Give each tensor a file of its own, with an index."""
-    tensors, weight_map = tensors_in(folder), {}
-    (folder / "model.safetensors").unlink()
-    for number, (name, tensor) in enumerate(tensors.items()):
-        weight_map[name] = f"part_{number}.safetensors"
-        save_file({name: tensor}, folder / weight_map[name])
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 @pytest.mark.parametrize("format", ["bf16", pytest.param("fp8", marks=pytest.mark.matrix)])
