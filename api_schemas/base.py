@@ -83,6 +83,17 @@ class Page(Contract, Generic[Item]):
     last_id: str | None
 
 
+def merge_patch(document: Any, patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply a merge patch (RFC 7396): null removes a field, mappings are merged, and all else replaces what was there."""
+    merged = dict(document) if isinstance(document, Mapping) else {}
+    for name, value in patch.items():
+        if value is None:
+            merged.pop(name, None)
+        else:
+            merged[name] = merge_patch(merged.get(name), value) if isinstance(value, Mapping) else value
+    return merged
+
+
 def _known_fields(annotation: Any, value: Any) -> Any:
     model = contract_in(member_for(annotation, value))
     if model is not None and isinstance(value, Mapping):

@@ -142,6 +142,13 @@ class TrainingSpec(Contract):
         description="longest wait of a rank for others, which then name the one that hangs and fail; a single rank never waits",
     )
     seed: int = Field(default=0, ge=0, lt=2**63)
+    start_change: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="change each initial value by a random share of it, normal with this standard deviation; shows how far "
+        "chance alone moves a loss",
+    )
 
     @model_validator(mode="before")
     @classmethod

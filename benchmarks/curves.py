@@ -18,6 +18,7 @@ from octet.worker.data.text import open_source
 from octet.worker.data.windows import TokenWindows
 from octet.worker.models.gpt import GPT
 from octet.worker.models.llama import Llama
+from octet.worker.pretrained.values import change_start
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,8 @@ class Setting:
     def build_model(self) -> GPT | Llama:
         """Build the network at its start."""
         model = (Llama if isinstance(self.sizes, LlamaSizes) else GPT)(self.sizes, seed=self.seed)  # type: ignore[arg-type]
-        if self.start_change:
-            change_start(model, self.start_change, self.seed)
+        change_start(model, self.start_change, self.seed)
         return model
-
-
-def change_start(model: nn.Module, relative: float, seed: int) -> None:
-    """Change each initial value by a normally distributed share of it, of the standard deviation `relative`."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + relative * torch.randn(parameter.shape, generator=generator))
 
 
 @dataclass(frozen=True)

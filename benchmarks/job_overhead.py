@@ -36,7 +36,6 @@ from torch import nn
 
 from benchmarks.figures import add_write_option, command_line, write
 from benchmarks.job_steps import Found, figures, holds, table
-from benchmarks.paired import MAX_VALUES
 from octet.api_schemas import DesiredState, JobSpec, LaunchOrder, PoolConfig, ReportReply
 from octet.worker import initialize
 from octet.worker.common.config import RankEnv, resolve
@@ -235,7 +234,7 @@ def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--levels", default=",".join(LEVELS), help="separated by commas")
-    parser.add_argument("--rounds", type=int, default=12, help=f"jobs of each level, at most {MAX_VALUES}")
+    parser.add_argument("--rounds", type=int, default=12, help="jobs of each level")
     parser.add_argument("--steps", type=int, default=40, help=f"of each job; the first {NUM_WARM_UP} are not timed")
     parser.add_argument("--profile", action="store_true", help="print the profile of one job of the first level instead")
     add_write_option(parser)

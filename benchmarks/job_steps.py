@@ -18,7 +18,7 @@ from statistics import fmean
 import torch
 
 from benchmarks.figures import Figure
-from benchmarks.paired import Interval
+from octet.api_schemas.paired import Interval
 
 LIMIT = 0.97
 

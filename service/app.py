@@ -12,6 +12,7 @@ from fastapi import Depends, FastAPI, Response
 from fastapi import Request as HttpRequest
 
 from octet.api_schemas import JobChange, Problem
+from octet.api_schemas.comparison import ComparisonSpec
 from octet.api_schemas.plan import PlanRequest
 from octet.service import page
 from octet.service.db.bulk import Transaction
@@ -27,7 +28,20 @@ from octet.service.jobs.planning import Planner
 from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.rows import RowTotals, Sparklines
 from octet.service.jobs.submissions import Shown, Submissions
-from octet.service.routes import catalog, curves, files, jobs, operations, plans, prometheus, records, reference, rows, stream
+from octet.service.routes import (
+    catalog,
+    comparisons,
+    curves,
+    files,
+    jobs,
+    operations,
+    plans,
+    prometheus,
+    records,
+    reference,
+    rows,
+    stream,
+)
 from octet.service.routes.job_views import shown_submissions
 from octet.service.scheduling.places import QueuePlaces
 from octet.service.settings import Settings
@@ -81,7 +95,7 @@ def create_app(
     app.state.streams = streams
     app.state.ingest = ingest
     app.router.routes.append(route_to(ingest))
-    for part in (rows, stream, jobs, plans, records, curves, files, catalog, operations, prometheus):
+    for part in (rows, stream, jobs, comparisons, plans, records, curves, files, catalog, operations, prometheus):
         app.include_router(part.router, dependencies=[require_api_key], responses=answers(401))
     app.include_router(operations.health)
     app.include_router(reference.router)
@@ -116,7 +130,7 @@ class _Api(FastAPI):
             schemas = super().openapi()["components"]["schemas"]
             for unused in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(unused, None)
-            for contract in (JobChange, PlanRequest, Problem):  # of routes that FastAPI does not read
+            for contract in (ComparisonSpec, JobChange, PlanRequest, Problem):  # of routes that FastAPI does not read
                 schema = contract.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
                 schemas |= {**schema.pop("$defs", {}), contract.__name__: schema}
         assert self.openapi_schema is not None

@@ -25,7 +25,7 @@ from benchmarks.gpu.report import Row, Target
 from benchmarks.gpu.session import Case, Session
 from benchmarks.job_overhead import RUN, bare_loop, write_corpus
 from benchmarks.job_steps import LIMIT
-from benchmarks.paired import Interval
+from octet.api_schemas.paired import Interval
 from octet.worker.train.loop import Trainer
 
 THROUGHPUT = Target(LIMIT, 0.99, style=".3f")

@@ -10,11 +10,13 @@ from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, Un
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from octet.api_schemas import AttemptState, DesiredState, FailureReason, JobState
+from octet.api_schemas.comparison import ComparisonState
 from octet.service.db.columns import SafeText, UtcDateTime, id_column, state_column
 from octet.service.settings import DEFAULT_TENANT
 
 LIVE_JOB = "current_attempt_id IS NOT NULL AND finished_at IS NULL"
 ENDED_JOB = "finished_at IS NOT NULL"
+RUNNING = "state = 'running'"
 LIVE_ATTEMPT = "state NOT IN ('succeeded', 'failed', 'cancelled')"
 
 
@@ -37,6 +39,7 @@ class Base(DeclarativeBase):
         DesiredState: state_column(DesiredState),
         AttemptState: state_column(AttemptState),
         FailureReason: state_column(FailureReason),
+        ComparisonState: state_column(ComparisonState),
     }
 
 
@@ -295,6 +298,35 @@ class DeletedJobRow(Base):
 
     job_id: Mapped[str] = mapped_column(id_column(), primary_key=True)
     deleted_at: Mapped[datetime]
+
+
+class ComparisonRow(Base):
+    """A comparison. spec: as it was asked for. queues_more: children are to be queued once fewer are alive than may be."""
+
+    __tablename__ = "comparisons"
+    __table_args__ = (Index("ix_comparisons_running", "id", sqlite_where=text(RUNNING), postgresql_where=text(RUNNING)),)
+
+    id: Mapped[str] = mapped_column(id_column(), primary_key=True)
+    name: Mapped[str] = mapped_column(String(100))
+    tenant: Mapped[str] = mapped_column(String(32))
+    state: Mapped[ComparisonState]
+    message: Mapped[str | None]
+    spec: Mapped[dict[str, Any]] = mapped_column()
+    queues_more: Mapped[bool]
+    created_at: Mapped[datetime]
+    finished_at: Mapped[datetime | None]
+
+
+class ComparisonChildRow(Base):
+    """A job of a comparison. It outlives the job, which may be deleted: so `job_id` refers to no row."""
+
+    __tablename__ = "comparison_children"
+
+    comparison_id: Mapped[str] = mapped_column(id_column(), ForeignKey("comparisons.id"), primary_key=True)
+    arm: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    seed: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    job_id: Mapped[str] = mapped_column(id_column())
+    outcome: Mapped[dict[str, Any] | None]
 
 
 class LeaseRow(Base):

@@ -17,7 +17,13 @@ from octet.service.db.engine import Database
 from octet.service.db.tables import JobRow
 from octet.service.errors import IdempotencyMismatch
 from octet.service.settings import DEFAULT_TENANT
+from octet.service.store.ids import is_id
 from octet.service.store.jobs import NewJob, TakenKey
+
+
+def body_hash_of(sent: bytes | str) -> str:
+    """Return the hash of a request in JSON, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(json.loads(sent), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,7 @@ class Request:
     @cached_property
     def body_hash(self) -> str:
         """The hash of what was sent, whatever the order of its keys: today's defaults are no part of it."""
-        document = json.loads(self.sent or self.spec_text)
-        return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return body_hash_of(self.sent or self.spec_text)
 
     def is_for(self, spec: Mapping[str, Any]) -> bool:
         """Return True if a stored spec is the requested one, however each of them was written."""
@@ -95,7 +100,8 @@ def _used_for(session: Session, request: Request, key: str, now: datetime, new: 
         return None
     job = new.get(used.job_id) or store.jobs.find_job(session, used.job_id)
     if job is None:
-        raise IdempotencyMismatch(f"Idempotency-Key {key!r} was used for {used.job_id}, which is deleted. Use a new key.")
+        what = "which is deleted" if is_id("job", used.job_id) else "which is no job"
+        raise IdempotencyMismatch(f"Idempotency-Key {key!r} was used for {used.job_id}, {what}. Use a new key.")
     spec = json.loads(job.spec_text) if isinstance(job, NewJob) else job.spec
     if used.body_hash != request.body_hash and not request.is_for(spec):
         raise IdempotencyMismatch(

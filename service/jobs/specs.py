@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from octet.api_schemas import JobSpec, explain
+from octet.api_schemas.base import merge_patch
 from octet.api_schemas.job import MAX_SPEC_BYTES
 from octet.service.errors import MOST_VIOLATIONS, InvalidRequest, PayloadTooLarge
 
@@ -24,14 +25,3 @@ def changed(spec: JobSpec, patch: Mapping[str, Any]) -> JobSpec:
     if num_bytes > MAX_SPEC_BYTES:
         raise PayloadTooLarge(f"the job would have {num_bytes} bytes with the patch; allowed: {MAX_SPEC_BYTES}")
     return result
-
-
-def merge_patch(document: Any, patch: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply a merge patch (RFC 7396): null removes a field, mappings are merged, and all else replaces what was there."""
-    merged = dict(document) if isinstance(document, Mapping) else {}
-    for name, value in patch.items():
-        if value is None:
-            merged.pop(name, None)
-        else:
-            merged[name] = merge_patch(merged.get(name), value) if isinstance(value, Mapping) else value
-    return merged

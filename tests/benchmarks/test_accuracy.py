@@ -4,47 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import accuracy
-from benchmarks.paired import Interval, gaps, why_not_calm
-
-
-class TestInterval:
-    def test_of_five_values(self) -> None:
-        """Mean 3, standard deviation sqrt(2.5); t at 4 degrees of freedom is 2.776."""
-        interval = Interval.of([1.0, 2.0, 3.0, 4.0, 5.0])
-        assert interval.mean == 3.0
-        assert interval.half_width == pytest.approx(2.776 * (2.5 / 5) ** 0.5)
-
-    def test_it_holds_the_mean_in_95_of_100_cases(self) -> None:
-        values = 7.0 + torch.randn(4000, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        intervals = [Interval.of(each) for each in values.tolist()]
-        share = sum(abs(each.mean - 7.0) <= each.half_width for each in intervals) / len(intervals)
-        assert share == pytest.approx(0.95, abs=0.01)
-
-    @pytest.mark.parametrize("num_values", [0, 1, 21])
-    def test_other_numbers_of_values_are_refused(self, num_values: int) -> None:
-        with pytest.raises(ValueError, match="allowed: 2 to 20"):
-            Interval.of([1.0] * num_values)
-
-    @pytest.mark.parametrize(
-        ("mean", "verdict"),
-        [(0.0, "inside"), (-0.3, "inside"), (0.31, "open"), (0.7, "open"), (0.71, "outside"), (-0.71, "outside")],
-    )
-    def test_verdict(self, mean: float, verdict: str) -> None:
-        assert Interval(mean, 0.2).verdict(0.5) == verdict
-
-
-def test_gaps_are_paired() -> None:
-    assert gaps([2.2, 1.0], [2.0, 2.0]) == [pytest.approx(0.1), -0.5]
-    with pytest.raises(ValueError, match="longer"):
-        gaps([1.0], [1.0, 2.0])
-
-
-def test_a_setting_is_calm_up_to_a_third_of_the_limit() -> None:
-    assert why_not_calm(0.0008, 0.0025) is None
-    assert "moves its final loss by 0.090%; allowed: 0.083%" in str(why_not_calm(0.0009, 0.0025))
 
 
 def test_a_changed_start_is_a_thousandth_away() -> None:

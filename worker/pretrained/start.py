@@ -23,7 +23,7 @@ from octet.worker.parallel.materialize import Values, materialize
 from octet.worker.prepare.convert import WeightSource
 from octet.worker.pretrained.files import PretrainedFiles
 from octet.worker.pretrained.load import FileSource
-from octet.worker.pretrained.values import DrawnValues, ReadValues
+from octet.worker.pretrained.values import DrawnValues, ReadValues, change_start
 
 logger = logging.getLogger(__name__)
 
@@ -63,26 +63,33 @@ def start_job(config: TrainConfig, device: torch.device) -> StartedModel:
         with parameters_on_meta():
             model = build_model(spec, config.seed, files) if spec.files is None else build_without_values(spec, files)
         if spec.files is None:
-            drawn = DrawnValues(model, config.seed, device)
+            drawn = DrawnValues(model, config.seed, device, config.training.start_change)
             return StartedModel(model, drawn, drawn)
         if (source := _source(model, _opened(spec, files), device)) is not None:
             return StartedModel(model, source, ReadValues(source, model))
         reason = "the tensors of its folder are not the network's own, so transformers reads them all"
-    started = start_model(config.model, config.seed, config.readable_files, device)
+    started = start_model(config.model, config.seed, config.readable_files, device, config.training.start_change)
     return StartedModel(*started, events=_whole_events(reason))
 
 
 def start_model(
-    spec: FamilySpec, seed: int, files: Files = ANY_FILE, device: torch.device | str = "cpu"
+    spec: FamilySpec,
+    seed: int,
+    files: Files = ANY_FILE,
+    device: torch.device | str = "cpu",
+    start_change: float = 0.0,
 ) -> tuple[TrainedModel, FileSource | None]:
     """Return the whole network of a spec, on the device, and None; or on `meta`, and what gives it its values.
 
     The second holds for a folder whose tensors are the network's own, name by name: no fp32 copy of the weights is made. Other
-    folders, such as those whose experts transformers joins, are read as a whole. Raises InvalidConfig.
+    folders, such as those whose experts transformers joins, are read as a whole. With `start_change` all are.
+    start_change: as in `change_values`. Raises InvalidConfig.
     """
     device = torch.device(device)
-    if spec.files is None:
-        return build_model(spec, seed, files).to(device), None
+    if spec.files is None or start_change:
+        whole = build_model(spec, seed, files) if spec.files is None else read_model(spec, files)
+        change_start(whole, start_change, seed)
+        return whole.to(device), None
     with parameters_on_meta():
         model = build_without_values(spec, files)
     if (source := _source(model, _opened(spec, files), device)) is not None:
@@ -115,6 +122,8 @@ def why_whole(config: TrainConfig) -> str | None:
         return "training.ema_decay keeps the average of whole weights on every rank"
     if config.precision.storage.engine == "torchao":
         return "level ao converts layers that have their values"
+    if config.model.files is not None and config.training.start_change:
+        return "training.start_change changes values that are read as a whole"
     if config.model.files is None and not config.model.sizes.capabilities.draws_by_parameter:
         return f"the classes of family {config.model.family} draw their values when they are built"
     return None

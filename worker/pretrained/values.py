@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from octet.worker.common.deferred import defer_parameters
+from octet.worker.data.order import seed_of
 from octet.worker.models import TrainedModel
 from octet.worker.models.initial import Initial, draw, skip
 from octet.worker.parallel.materialize import Unfilled
@@ -22,12 +23,31 @@ def unfilled_parameters(model: nn.Module) -> list[Unfilled]:
     return [Unfilled(tuple(names), parameter.shape) for parameter, names in names_of.items()]
 
 
+@torch.no_grad()
+def change_values(values: Tensor, name: str, relative: float, seed: int) -> Tensor:
+    """Change each value in place by a normally distributed share of it, of the standard deviation `relative`; return them.
+
+    name: of the parameter. Each has random numbers of its own, so that ranks which hold only some change them alike.
+    """
+    if relative:
+        generator = torch.Generator().manual_seed(seed_of("change of the start", seed, name))
+        values.mul_(1 + relative * torch.randn(values.shape, generator=generator).to(values.device))
+    return values
+
+
+def change_start(model: nn.Module, relative: float, seed: int) -> None:
+    """Change every parameter of a whole model as `change_values` does."""
+    for name, parameter in model.named_parameters():
+        change_values(parameter, name, relative, seed)
+
+
 class DrawnValues:
     """Draws the values of a model of ours from its seed. It is also the model's `WeightSource` in `prepare`."""
 
-    def __init__(self, model: TrainedModel, seed: int, device: torch.device) -> None:
-        """model: on `meta`; its parameters are on the device afterwards, without memory."""
+    def __init__(self, model: TrainedModel, seed: int, device: torch.device, start_change: float = 0.0) -> None:
+        """model: on `meta`; its parameters are on the device afterwards, without memory. start_change: see `change_values`."""
         self.device, self.unfilled = device, unfilled_parameters(model)
+        self._seed, self._start_change = seed, start_change
         self._initial = {parameter.names[0]: _initial(model, parameter) for parameter in self.unfilled}
         self._generator = torch.Generator().manual_seed(seed)
         defer_parameters(model, device)
@@ -35,7 +55,7 @@ class DrawnValues:
     def read(self, parameter: Unfilled) -> Tensor:
         """Return the next parameter's whole values, fp32."""
         drawn = draw(torch.empty(parameter.shape), self._initial[parameter.names[0]], self._generator)
-        return drawn.to(self.device)
+        return change_values(drawn, parameter.names[0], self._start_change, self._seed).to(self.device)
 
     def scale_of(self, parameter: Unfilled) -> Tensor | None:
         """Return None: drawn values are no codes."""

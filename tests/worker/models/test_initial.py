@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from octet.api_schemas import GPTSizes
+from octet.api_schemas import GPTSizes, GPTSpec
 from octet.worker.models.gpt import GPT
 from octet.worker.models.initial import Constant, Normal, draw, skip
 from octet.worker.models.meta import parameters_on_meta
+from octet.worker.pretrained.start import start_model
 from octet.worker.pretrained.values import DrawnValues
 
 
@@ -27,12 +28,14 @@ def test_constants_take_no_numbers() -> None:
     assert torch.equal(generator.get_state(), before)
 
 
-def test_values_that_are_read_one_at_a_time_are_those_of_the_model() -> None:
+@pytest.mark.parametrize("start_change", [0.0, 1e-3])
+def test_values_that_are_read_one_at_a_time_are_those_of_the_model(start_change: float) -> None:
     sizes = GPTSizes(hidden_size=32, num_layers=2, num_heads=2, vocab_size=33, max_sequence_length=7)
-    whole = dict(GPT(sizes, seed=4).named_parameters())
+    started, _ = start_model(GPTSpec.model_validate(sizes.model_dump()), 4, start_change=start_change)
+    whole = dict(started.named_parameters())
     with parameters_on_meta():
         model = GPT(sizes, seed=4)
-    values = DrawnValues(model, 4, torch.device("cpu"))
+    values = DrawnValues(model, 4, torch.device("cpu"), start_change)
     assert all(parameter.untyped_storage().nbytes() == 0 for parameter in model.parameters())
     assert [each.names[0] for each in values.unfilled] == list(whole)
     for number, each in enumerate(values.unfilled):

@@ -1,0 +1,55 @@
+"""Decide how a comparison goes on. Pure: the same outcomes give the same decision, whoever asks and how often.
+
+First the baseline trains from its start and from one that is changed by a thousandth, with two seeds. If that alone moves the
+loss too far, nothing else is trained. Then come the arms, seed by seed, until each has a certain answer.
+"""
+
+from dataclasses import dataclass
+
+from octet.api_schemas.comparison import NOISE, NUM_NOISE_SEEDS, ComparisonSpec, ComparisonState
+from octet.api_schemas.comparison_report import Outcomes, Question, noise_of, stand
+
+
+@dataclass(frozen=True)
+class Advance:
+    """The children that a comparison still takes, in their order, by arm and seed; or the end and the reason for it."""
+
+    wanted: tuple[tuple[int, int], ...] = ()
+    ends: tuple[ComparisonState, str] | None = None
+
+
+def advance(spec: ComparisonSpec, outcomes: Outcomes) -> Advance:
+    """Decide how a comparison goes on after these outcomes. What is wanted may be under way already."""
+    question = Question.of(spec)
+    noise = [(arm, seed) for seed in spec.child_seeds[:NUM_NOISE_SEEDS] for arm in (question.baseline, NOISE)]
+    waits_for_noise = [child for child in noise if child not in outcomes]
+    if failed := _failed_baseline(question, outcomes):
+        return Advance(ends=(ComparisonState.FAILED, failed))
+    moved, not_calm = noise_of(question, outcomes)
+    if not_calm is not None and (moved is None or not waits_for_noise):
+        return Advance(ends=(ComparisonState.TOO_WILD, not_calm))
+    if waits_for_noise:
+        return Advance(tuple(waits_for_noise))
+    if moved is None:
+        message = "how far chance moves the baseline's loss is not known: its jobs were cancelled or deleted"
+        return Advance(ends=(ComparisonState.FAILED, message))
+    others = [arm for arm in range(len(question.arms)) if arm != question.baseline]
+    standings = {arm: stand(question, arm, outcomes) for arm in others}
+    waiting = [arm for arm in others if standings[arm].waits and not standings[arm].is_decided]
+    if not waiting:
+        num_open = sum(not standing.is_decided for standing in standings.values())
+        message = f"{num_open} of {len(others)} arms have no certain answer after all seeds" if num_open else "all are certain"
+        return Advance(ends=(ComparisonState.FINISHED, message))
+    arms = [question.baseline, *waiting]
+    return Advance(tuple((arm, seed) for seed in question.seeds for arm in arms if (arm, seed) not in outcomes))
+
+
+def _failed_baseline(question: Question, outcomes: Outcomes) -> str | None:
+    """Return how the baseline failed, if an arm still needs it: nothing can be compared with it then."""
+    others = [arm for arm in range(len(question.arms)) if arm != question.baseline]
+    if all(stand(question, arm, outcomes).is_decided for arm in others):
+        return None
+    for (arm, seed), outcome in sorted(outcomes.items()):
+        if arm == question.baseline and outcome.kind in ("failed", "diverged"):
+            return f"the baseline {question.arms[arm].name} {outcome.kind} with seed {seed}: {outcome.why}"
+    return None

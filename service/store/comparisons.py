@@ -1,0 +1,104 @@
+"""SQL about comparisons and their children. A transaction that changes a comparison locks its row first, then its jobs'."""
+
+from datetime import datetime
+from typing import NamedTuple
+
+from sqlalchemy import bindparam, case, func, literal_column, or_, select
+from sqlalchemy.orm import Session
+
+from octet.api_schemas import JobState
+from octet.api_schemas.comparison import ComparisonState
+from octet.service.db.tables import ComparisonChildRow, ComparisonRow, JobRow
+
+_OVER = [state for state in JobState if state.is_terminal]
+
+
+class ChildState(NamedTuple):
+    """A child without an outcome, and its job as far as it is known. job: None if it was deleted."""
+
+    child: ComparisonChildRow
+    job: JobRow | None
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the job is not over."""
+        return self.job is not None and not self.job.state.is_terminal
+
+
+def find(session: Session, comparison_id: str, tenant: str | None = None) -> ComparisonRow | None:
+    """Find a comparison. With a tenant, only one of that tenant."""
+    row = session.get(ComparisonRow, comparison_id)
+    return row if row is None or tenant in (None, row.tenant) else None
+
+
+def lock(session: Session, comparison_id: str) -> ComparisonRow | None:
+    """Find a comparison and lock it: no other transaction writes about it until this one ends."""
+    return session.scalars(_TO_WRITE, {"id": comparison_id}).one_or_none()
+
+
+def list_newest(session: Session, tenant: str | None, limit: int, after: str | None) -> list[ComparisonRow]:
+    """List comparisons, newest first, starting after the id `after`."""
+    query = select(ComparisonRow).order_by(ComparisonRow.id.desc()).limit(limit)
+    if tenant is not None:
+        query = query.where(ComparisonRow.tenant == tenant)
+    return list(session.scalars(query if after is None else query.where(ComparisonRow.id < after)))
+
+
+def children_of(session: Session, comparison_id: str) -> list[tuple[ComparisonChildRow, JobState | None]]:
+    """List the children of a comparison with the states of their jobs: by seed, then by arm. None: the job was deleted."""
+    return [(child, state) for child, state in session.execute(_CHILDREN, {"id": comparison_id})]
+
+
+def without_outcome(session: Session, comparison_id: str) -> list[ChildState]:
+    """List the children whose outcome is not known, in the order of their jobs' ids."""
+    return [ChildState(child, job) for child, job in session.execute(_WITHOUT_OUTCOME, {"id": comparison_id})]
+
+
+def to_advance(session: Session) -> list[str]:
+    """List the running comparisons that have a child that ended, or that may queue another one; oldest first."""
+    found = []
+    for comparison_id, spec, queues_more, num_alive, num_ended in session.execute(_RUNNING):
+        if num_ended or (queues_more and num_alive < spec["at_once"]):
+            found.append(comparison_id)
+    return found
+
+
+def end(row: ComparisonRow, state: ComparisonState, message: str, now: datetime) -> None:
+    """Write that a comparison is over."""
+    row.state, row.message, row.finished_at, row.queues_more = state, message, now, False
+
+
+# The loop of the dispatcher executes this every second.
+_IS_ENDED = or_(JobRow.id.is_(None), JobRow.state.in_(_OVER))
+_WAITED_FOR = ComparisonChildRow.job_id.is_not(None) & ComparisonChildRow.outcome.is_(None)
+_RUNNING = (
+    select(
+        ComparisonRow.id,
+        ComparisonRow.spec,
+        ComparisonRow.queues_more,
+        func.coalesce(func.sum(case((_WAITED_FOR & ~_IS_ENDED, 1), else_=0)), 0),
+        func.coalesce(func.sum(case((_WAITED_FOR & _IS_ENDED, 1), else_=0)), 0),
+    )
+    .outerjoin(ComparisonChildRow, ComparisonChildRow.comparison_id == ComparisonRow.id)
+    .outerjoin(JobRow, JobRow.id == ComparisonChildRow.job_id)
+    .where(ComparisonRow.state == literal_column("'running'"))  # not a parameter, so that the index is used
+    .group_by(ComparisonRow.id)
+    .order_by(ComparisonRow.id)
+)
+_TO_WRITE = (
+    select(ComparisonRow).where(ComparisonRow.id == bindparam("id")).with_for_update().execution_options(populate_existing=True)
+)
+_OF_COMPARISON = ComparisonChildRow.comparison_id == bindparam("id")
+_CHILDREN = (
+    select(ComparisonChildRow, JobRow.state)
+    .outerjoin(JobRow, JobRow.id == ComparisonChildRow.job_id)
+    .where(_OF_COMPARISON)
+    .order_by(ComparisonChildRow.seed, ComparisonChildRow.arm)
+)
+_WITHOUT_OUTCOME = (
+    select(ComparisonChildRow, JobRow)
+    .outerjoin(JobRow, JobRow.id == ComparisonChildRow.job_id)
+    .where(_OF_COMPARISON, ComparisonChildRow.outcome.is_(None))
+    .order_by(ComparisonChildRow.job_id)
+    .execution_options(populate_existing=True)
+)
