@@ -23,6 +23,7 @@ from octet.api_schemas.problem import explain
 from octet.api_schemas.states import FailureReason, JobState
 
 MAX_ARMS, MAX_SEEDS, MAX_POINTS = 32, 30, 200
+DEFAULT_TOLERANCE = 0.0025
 NOISE = -1
 """The number of the arm that measures noise: the baseline from a changed start. The others count from 0."""
 NUM_NOISE_SEEDS = 2
@@ -55,7 +56,10 @@ class ComparisonSpec(Contract):
     seeds: int = Field(default=5, ge=2, le=MAX_SEEDS, description="the most of each arm, from training.seed on")
     at_once: int = Field(default=2, ge=1, le=1000, description="the most children that wait or run at a time")
     tolerance: float = Field(
-        default=0.0025, gt=0.0, le=1.0, description="the share of the baseline's evaluation loss that an arm may lose"
+        default=DEFAULT_TOLERANCE,
+        gt=0.0,
+        le=1.0,
+        description="share of the baseline's evaluation loss that an arm may lose",
     )
 
     @property

@@ -41,12 +41,15 @@ from octet.api_schemas import (
     explain,
 )
 from octet.api_schemas.catalog import ModelFamily, model_families
+from octet.api_schemas.comparison import DEFAULT_TOLERANCE, MAX_POINTS, Comparison, ComparisonSpec
+from octet.api_schemas.comparison_report import ComparisonDetails, ComparisonReport
 from octet.api_schemas.curve import Curve
 from octet.api_schemas.levels import LEVELS, Level
 from octet.api_schemas.measured import Measurements
 from octet.api_schemas.plan import Plan
 from octet.api_schemas.planned_states import validated
 from octet.api_schemas.rows import RowPage
+from octet.client.compared import compare_jobs
 from octet.client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message
 from octet.client.errors import AmbiguousJob, ApiError, DownloadFailed, SpecRefused, WaitTimeout
 
@@ -223,6 +226,56 @@ class Client:
         """Delete a job that is over, with its events, logs, curve and checkpoints."""
         self._connection.request("DELETE", _path(job_id), patience_s=self._patience_s)
 
+    def compare(self, spec: ComparisonSpec | Mapping[str, Any], idempotency_key: str | None = None) -> Comparison:
+        """Submit a comparison: {"job": {…}, "levels": ["bf16-amp", "O2"], "seeds": 5}. It goes on without this client.
+
+        The same key and spec give the same comparison again for 24 hours.
+        """
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
+        return read(Comparison, self._post("/v1/comparisons", _document(spec), headers))
+
+    def comparison(self, comparison_id: str) -> ComparisonDetails:
+        """Return a comparison with its children and what they show so far."""
+        return self._comparison(comparison_id, self._patience_s)
+
+    def comparisons(self) -> Iterator[Comparison]:
+        """Iterate over comparisons, newest first."""
+        return self._items("/v1/comparisons", Page[Comparison])
+
+    def wait_for_comparison(
+        self, comparison_id: str, on_progress: Callable[[ComparisonDetails], None] | None = None, *, poll_s: float = 1.0
+    ) -> ComparisonDetails:
+        """Return a comparison once it is over; call `on_progress` with it at each look."""
+        while True:
+            found = self._comparison(comparison_id, self._reconnect_s)
+            if on_progress is not None:
+                on_progress(found)
+            if found.state.is_terminal:
+                return found
+            time.sleep(poll_s)
+
+    def pause_comparison(self, comparison_id: str) -> Comparison:
+        """Pause a comparison with all of its children."""
+        return read(Comparison, self._post(f"{_comparison_path(comparison_id)}/pause"))
+
+    def resume_comparison(self, comparison_id: str) -> Comparison:
+        """Let a paused comparison go on with all of its children."""
+        return read(Comparison, self._post(f"{_comparison_path(comparison_id)}/resume"))
+
+    def cancel_comparison(self, comparison_id: str, *, save: bool = True) -> Comparison:
+        """Cancel a comparison with all of its children. save: False leaves their checkpoints out."""
+        return read(Comparison, self._post(f"{_comparison_path(comparison_id)}/cancel{'' if save else '?save=false'}"))
+
+    def compare_jobs(
+        self, jobs: Sequence[Job], tolerance: float = DEFAULT_TOLERANCE
+    ) -> tuple[ComparisonReport, tuple[str, ...]]:
+        """Compare jobs that are over, paired where their seeds are equal; return also which cannot be paired, and why.
+
+        The first job's arm is the baseline. Raises ValueError if they differ in nothing but seed and name.
+        """
+        over = [job for job in jobs if job.state.is_terminal]
+        return compare_jobs(jobs, {job.id: self.curve(job.id, points=MAX_POINTS).evaluations for job in over}, tolerance)
+
     def attempts(self, job_id: str) -> Iterator[Attempt]:
         """Iterate over the job's attempts, in order."""
         return self._records(job_id, "attempts", Page[Attempt])
@@ -354,6 +407,10 @@ class Client:
     def _job(self, job_id: str, patience_s: float) -> Job:
         return read(Job, self._connection.request("GET", _path(job_id), patience_s=patience_s))
 
+    def _comparison(self, comparison_id: str, patience_s: float) -> ComparisonDetails:
+        answer = self._connection.request("GET", _comparison_path(comparison_id), patience_s=patience_s)
+        return read(ComparisonDetails, answer)
+
     def _post(self, path: str, document: Any = None, headers: Mapping[str, str] | None = None) -> httpx.Response:
         return self._connection.request("POST", path, document=document, headers=headers, patience_s=self._patience_s)
 
@@ -393,8 +450,12 @@ class Client:
                 time.sleep(random.uniform(0.1, 0.3))
 
 
-def _document(spec: JobSpec | Mapping[str, Any]) -> Any:
-    return spec.model_dump(mode="json") if isinstance(spec, JobSpec) else dict(spec)
+def _document(spec: Contract | Mapping[str, Any]) -> Any:
+    return spec.model_dump(mode="json") if isinstance(spec, Contract) else dict(spec)
+
+
+def _comparison_path(comparison_id: str) -> str:
+    return f"/v1/comparisons/{quote(comparison_id, safe='')}"
 
 
 def _place_below(folder: Path, path: str) -> Path:

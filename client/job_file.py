@@ -95,10 +95,15 @@ def apply_settings(document: dict[str, Any], settings: Sequence[str]) -> None:
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
                 raise JobFileError(f"--set {setting}: {parent} is {target!r}, which has no fields. Correct the path.")
-        try:
-            target[field] = _parse(value)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise JobFileError(f"--set {setting}: the value is no YAML: {error}") from error
+        target[field] = parse_value(value, f"--set {setting}")
+
+
+def parse_value(text: str, option: str) -> Any:
+    """Read a value as a job file writes it. Raises JobFileError, which names the option."""
+    try:
+        return _parse(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise JobFileError(f"{option}: the value is no YAML: {error}") from error
 
 
 def check_spec(document: dict[str, Any], source: str) -> JobSpec:

@@ -12,10 +12,13 @@ from rich.text import Text
 
 from octet.api_schemas import Attempt, Checkpoint, Event, Job, JobState, LogLine, Pool
 from octet.api_schemas.catalog import ModelFamily
+from octet.api_schemas.comparison import Comparison
+from octet.api_schemas.comparison_report import ComparisonReport
 from octet.api_schemas.curve import Curve
 from octet.api_schemas.levels import Level
 from octet.api_schemas.plan import Plan, PlanRow
 from octet.api_schemas.rows import Row
+from octet.client import reports
 from octet.client.doctor import Checkup, Standing
 from octet.client.text import duration, magnitude, num_bytes, number, one_line, printable
 
@@ -271,6 +274,24 @@ def _bucket(curve: Curve, step: int) -> int:
 def _column_of(metric: str) -> str:
     """Return a column's title: top1_accuracy is TOP1 ACC."""
     return metric.replace("_", " ").replace("accuracy", "acc").upper()
+
+
+def comparison_details(report: ComparisonReport, left_out: Sequence[str]) -> Group:
+    """A table with a row for each arm, then the verdicts."""
+    rows = reports.arms(report)
+    grid = table(*rows.columns, right=rows.columns[1:], cut=("ARM",))
+    for name, *cells in rows.rows:
+        grid.add_row(short(name), *cells)
+    return Group(grid, *(Text(printable(line)) for line in reports.verdicts(report, left_out)))
+
+
+def comparisons_table(comparisons: Iterable[Comparison]) -> Table:
+    """Comparisons at a glance, newest first."""
+    grid = table("ID", "NAME", "STATE", "ARMS", "SEEDS", "WHEN", right=("ARMS", "SEEDS"), cut=("NAME",))
+    for each in comparisons:
+        when = f"{age(each.finished_at or each.created_at)} ago"
+        grid.add_row(each.id, short(each.name), each.state.value, str(len(each.spec.arms)), str(each.spec.seeds), when)
+    return grid
 
 
 def models_table(families: Sequence[ModelFamily]) -> Group:

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from octet.client.cli import data, demo, imports, jobs, plans, results, server, show, support
+from octet.client.cli import compare, data, demo, imports, jobs, plans, results, server, show, support
 from octet.client.cli.options import DEFAULT_URL, Url, exit_status
 from octet.client.cli.overview import show_overview
 from octet.client.errors import OctetError
@@ -28,8 +28,9 @@ MEANT = {
     "clone": "copy duplicate",
     "delete": "rm remove purge",
     "change": "edit set update patch label priority",
+    "compare": "diff sweep versus",
     "cancel": "stop kill abort terminate",
-    "metrics": "compare plot curve loss diff",
+    "metrics": "plot curve loss",
     "watch": "follow attach monitor top",
     "download": "pull fetch checkpoint",
     "serve": "server up start-server",
@@ -66,7 +67,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for module in (server, demo, jobs, plans, show, results, support):
+    for module in (server, demo, jobs, plans, compare, show, results, support):
         for name, command in module.COMMANDS.items():
             app.command(name)(command)
     app.command("version")(version)

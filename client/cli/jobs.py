@@ -6,8 +6,10 @@ import typer
 from rich.text import Text
 
 from octet.api_schemas import Job, JobState, ValidatedJob
+from octet.api_schemas.comparison import Comparison
 from octet.client.api import Client
 from octet.client.cli.options import (
+    COMPARISON_ID,
     DEFAULT_URL,
     FAILED,
     INTERRUPTED,
@@ -118,15 +120,17 @@ def _size_words(valid: ValidatedJob) -> str:
 
 
 def pause(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Pause a job after a checkpoint; it frees its slots."""
+    """Pause a job after a checkpoint; it frees its slots. Or a comparison, cmp_…, with all of its jobs."""
     with connect(url) as client:
-        _show_state(client.pause(find_job(client, job_id).id), as_json)
+        is_comparison = COMPARISON_ID.fullmatch(job_id)
+        _show_state(client.pause_comparison(job_id) if is_comparison else client.pause(find_job(client, job_id).id), as_json)
 
 
 def resume(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Put a paused job back into the queue; it goes on from its checkpoint."""
+    """Put a paused job, or comparison, back into the queue; it goes on from its checkpoint."""
     with connect(url) as client:
-        _show_state(client.resume(find_job(client, job_id).id), as_json)
+        is_comparison = COMPARISON_ID.fullmatch(job_id)
+        _show_state(client.resume_comparison(job_id) if is_comparison else client.resume(find_job(client, job_id).id), as_json)
 
 
 def cancel(
@@ -135,9 +139,12 @@ def cancel(
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Cancel a job after a checkpoint."""
+    """Cancel a job after a checkpoint, or a comparison, cmp_…, with all of its jobs."""
     with connect(url) as client:
-        _show_state(client.cancel(find_job(client, job_id).id, save=not now), as_json)
+        if COMPARISON_ID.fullmatch(job_id):
+            _show_state(client.cancel_comparison(job_id, save=not now), as_json)
+        else:
+            _show_state(client.cancel(find_job(client, job_id).id, save=not now), as_json)
 
 
 def retry(
@@ -178,7 +185,7 @@ def delete(
         Terminal().show(Text(f"{job.id} is deleted."))
 
 
-def _show_state(job: Job, as_json: bool) -> None:
+def _show_state(job: Job | Comparison, as_json: bool) -> None:
     terminal = Terminal()
     terminal.show_json(job) if as_json else terminal.show(Text(f"{job.id} is {job.state.value}."))
 

@@ -1,6 +1,7 @@
 """The options that commands share, and what an error means for the exit status."""
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Annotated
@@ -67,6 +68,9 @@ def find_to_read(client: Client, text: str) -> Job:
             raise
         Terminal().note(f"Several jobs have the name {text}; this is the newest, {newest.id}.")
         return newest
+
+
+COMPARISON_ID = re.compile(r"cmp_[0-7][0-9a-hjkmnp-tv-z]{25}")
 
 
 PACKAGES_OF_EXTRAS = {"service": ("fastapi", "ray"), "worker": ("torch",), "models": ("transformers",)}

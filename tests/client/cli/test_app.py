@@ -15,8 +15,8 @@ from tests.kit.ports import free_port
 
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 COMMANDS = {
-    "serve", "api", "dispatcher", "demo", "submit", "validate", "plan", "watch", "pause", "resume", "cancel", "clone", "retry",
-    "change", "delete", "list", "show", "logs", "events", "metrics",
+    "serve", "api", "dispatcher", "demo", "compare", "submit", "validate", "plan", "watch", "pause", "resume", "cancel",
+    "clone", "retry", "change", "delete", "list", "show", "logs", "events", "metrics",
     "checkpoints", "download", "export", "attempts", "models", "levels", "pools", "version",
     "doctor", "debug",
 }  # fmt: skip
