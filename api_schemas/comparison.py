@@ -165,6 +165,11 @@ class Outcome(Contract):
     summary: JobSummary | None = None
     points: tuple[EvaluatedPoint, ...] = Field(default=(), description=f"evaluations in order, at most {MAX_POINTS}")
 
+    @property
+    def has_failed(self) -> bool:
+        """True if the job failed, by the arm's doing or not."""
+        return self.kind in ("failed", "diverged")
+
 
 def outcome_of(
     state: JobState | None,

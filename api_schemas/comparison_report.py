@@ -101,7 +101,7 @@ class Question:
 class Standing:
     """An arm as far as outcomes are known without a hole. failure: a seed that could not be compared, and the reason.
 
-    waits: an outcome is missing that may change the answer.
+    waits: an outcome is missing that may change the answer. blocked: the next seed, with which the baseline has failed.
     """
 
     seeds: tuple[int, ...]
@@ -110,6 +110,7 @@ class Standing:
     failure: tuple[int, Outcome] | None
     left_out: tuple[str, ...]
     waits: bool
+    blocked: tuple[int, Outcome] | None
 
     @property
     def is_decided(self) -> bool:
@@ -124,13 +125,17 @@ def stand(question: Question, arm: int, outcomes: Outcomes) -> Standing:
     left_out: list[str] = []
     found: Look | None = None
     failure: tuple[int, Outcome] | None = None
+    blocked: tuple[int, Outcome] | None = None
     waits = False
     for seed in question.seeds:
         own, reference = outcomes.get((arm, seed)), outcomes.get((question.baseline, seed))
-        if own is None or reference is None or reference.kind in ("failed", "diverged"):
+        if reference is not None and reference.has_failed:
+            blocked = seed, reference
+            break
+        if own is None or reference is None:
             waits = True
             break
-        if own.kind in ("failed", "diverged"):
+        if own.has_failed:
             failure = seed, own
             break
         if own.summary is None or reference.summary is None:
@@ -146,7 +151,7 @@ def stand(question: Question, arm: int, outcomes: Outcomes) -> Standing:
     if not question.is_sequential and len(values) > 1:
         interval = Interval.of(values)
         found = Look(len(values), interval, interval.is_at_most(question.tolerance))
-    return Standing(tuple(seeds), tuple(values), found, failure, tuple(left_out), waits)
+    return Standing(tuple(seeds), tuple(values), found, failure, tuple(left_out), waits, blocked)
 
 
 def _baseline(question: Question) -> str:
@@ -160,7 +165,7 @@ def noise_of(question: Question, outcomes: Outcomes) -> tuple[float | None, str 
         reference = outcomes.get((question.baseline, seed))
         if arm != NOISE or reference is None:
             continue
-        if changed.kind in ("failed", "diverged"):
+        if changed.has_failed:
             return None, f"the baseline from a start changed by a thousandth, with seed {seed}, {changed.kind}: {changed.why}"
         if changed.summary is not None and reference.summary is not None:
             pairs.append((changed.summary, reference.summary))

@@ -8,7 +8,7 @@ from octet.client.text import duration, num_bytes, number
 
 
 class Rows(NamedTuple):
-    """A table: its title, its columns, of which all but the first hold numbers, and its rows."""
+    """A table: its title, its columns and its rows. All columns but the first hold numbers."""
 
     title: str
     columns: tuple[str, ...]

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from functools import lru_cache
 
 from sqlalchemy.orm import Session
 
@@ -65,11 +66,21 @@ def is_replay(session: Session, spec: ComparisonSpec, sent: bytes, key: str, ten
     return _earlier(session, spec, body_hash_of(sent), key, tenant, now) is not None
 
 
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> ComparisonSpec:
+    """Parse a stored comparison, which checks the job of each arm, once for many answers."""
+    return ComparisonSpec.read_stored(json.loads(text))
+
+
+def _spec_of(row: ComparisonRow) -> ComparisonSpec:
+    return _parsed(json.dumps(row.spec))
+
+
 def _earlier(session: Session, spec: ComparisonSpec, body_hash: str, key: str, tenant: str, now: datetime) -> ComparisonRow:
     used = store.jobs.find_idempotency_key(session, tenant, key, now)
     assert used is not None, "a key that is taken is there"
     row = store.comparisons.find(session, used.job_id)
-    if row is None or (used.body_hash != body_hash and ComparisonSpec.read_stored(row.spec) != spec):
+    if row is None or (used.body_hash != body_hash and _spec_of(row) != spec):
         message = f"Idempotency-Key {key!r} was used for another request, {used.job_id}. Use a new key for a new comparison."
         raise IdempotencyMismatch(message)
     return row
@@ -117,7 +128,7 @@ def record(session: Session, comparison_id: str) -> tuple[ComparisonRow, Compari
     if row is None or row.state is not ComparisonState.RUNNING:
         return None
     _record(session, row)
-    return row, ComparisonSpec.read_stored(row.spec), outcomes_of(session, comparison_id)
+    return row, _spec_of(row), outcomes_of(session, comparison_id)
 
 
 def end(session: Session, row: ComparisonRow, state: ComparisonState, message: str, now: datetime) -> None:
@@ -159,7 +170,7 @@ def shown(row: ComparisonRow) -> Comparison:
         message=row.message,
         created_at=row.created_at,
         finished_at=row.finished_at,
-        spec=ComparisonSpec.read_stored(row.spec),
+        spec=_spec_of(row),
     )
 
 

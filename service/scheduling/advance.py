@@ -6,7 +6,7 @@ loss too far, nothing else is trained. Then come the arms, seed by seed, until e
 
 from dataclasses import dataclass
 
-from octet.api_schemas.comparison import NOISE, NUM_NOISE_SEEDS, ComparisonSpec, ComparisonState
+from octet.api_schemas.comparison import NOISE, NUM_NOISE_SEEDS, ComparisonSpec, ComparisonState, Outcome
 from octet.api_schemas.comparison_report import Outcomes, Question, noise_of, stand
 
 
@@ -23,8 +23,10 @@ def advance(spec: ComparisonSpec, outcomes: Outcomes) -> Advance:
     question = Question.of(spec)
     noise = [(arm, seed) for seed in spec.child_seeds[:NUM_NOISE_SEEDS] for arm in (question.baseline, NOISE)]
     waits_for_noise = [child for child in noise if child not in outcomes]
-    if failed := _failed_baseline(question, outcomes):
-        return Advance(ends=(ComparisonState.FAILED, failed))
+    for arm, seed in noise:
+        outcome = outcomes.get((arm, seed))
+        if outcome is not None and (outcome.kind == "failed" or (arm != NOISE and outcome.has_failed)):
+            return _without_baseline(question, seed, outcome, " from a changed start" if arm == NOISE else "")
     moved, not_calm = noise_of(question, outcomes)
     if not_calm is not None and (moved is None or not waits_for_noise):
         return Advance(ends=(ComparisonState.TOO_WILD, not_calm))
@@ -33,23 +35,25 @@ def advance(spec: ComparisonSpec, outcomes: Outcomes) -> Advance:
     if moved is None:
         message = "how far chance moves the baseline's loss is not known: its jobs were cancelled or deleted"
         return Advance(ends=(ComparisonState.FAILED, message))
+    return _go_on(question, outcomes)
+
+
+def _go_on(question: Question, outcomes: Outcomes) -> Advance:
+    """Decide after the noise is known. Arms go on as long as they can without the seeds with which the baseline has failed."""
     others = [arm for arm in range(len(question.arms)) if arm != question.baseline]
     standings = {arm: stand(question, arm, outcomes) for arm in others}
-    waiting = [arm for arm in others if standings[arm].waits and not standings[arm].is_decided]
-    if not waiting:
-        num_open = sum(not standing.is_decided for standing in standings.values())
-        message = f"{num_open} of {len(others)} arms have no certain answer after all seeds" if num_open else "all are certain"
-        return Advance(ends=(ComparisonState.FINISHED, message))
-    arms = [question.baseline, *waiting]
-    return Advance(tuple((arm, seed) for seed in question.seeds for arm in arms if (arm, seed) not in outcomes))
+    waiting = [arm for arm in others if standings[arm].waits]
+    if waiting:
+        arms = [question.baseline, *waiting]
+        return Advance(tuple((arm, seed) for seed in question.seeds for arm in arms if (arm, seed) not in outcomes))
+    if blocked := next((standing.blocked for standing in standings.values() if standing.blocked is not None), None):
+        return _without_baseline(question, *blocked)
+    num_open = sum(not standing.is_decided for standing in standings.values())
+    message = f"{num_open} of {len(others)} arms have no certain answer after all seeds" if num_open else "all are certain"
+    return Advance(ends=(ComparisonState.FINISHED, message))
 
 
-def _failed_baseline(question: Question, outcomes: Outcomes) -> str | None:
-    """Return how the baseline failed, if an arm still needs it: nothing can be compared with it then."""
-    others = [arm for arm in range(len(question.arms)) if arm != question.baseline]
-    if all(stand(question, arm, outcomes).is_decided for arm in others):
-        return None
-    for (arm, seed), outcome in sorted(outcomes.items()):
-        if arm == question.baseline and outcome.kind in ("failed", "diverged"):
-            return f"the baseline {question.arms[arm].name} {outcome.kind} with seed {seed}: {outcome.why}"
-    return None
+def _without_baseline(question: Question, seed: int, outcome: Outcome, start: str = "") -> Advance:
+    """End a comparison whose baseline has failed: nothing can be compared with it."""
+    message = f"the baseline {question.arms[question.baseline].name}{start} {outcome.kind} with seed {seed}: {outcome.why}"
+    return Advance(ends=(ComparisonState.FAILED, message))

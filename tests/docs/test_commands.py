@@ -63,6 +63,8 @@ ELSEWHERE = {
     r"pip install 'octet-fp8\[worker\]'": Elsewhere("tests/packaging/test_wheel.py", "pip install 'octet-fp8[worker]'"),
     r"\.venv/bin/python examples/is_o2_safe/compare\.py .*": Elsewhere("tests/docs/test_tutorial.py", "compare.main()"),
     r"octet plan .*": Elsewhere("tests/client/cli/test_with_server.py", "def test_plan"),
+    r"octet compare.*": Elsewhere("tests/client/cli/test_compare.py", "def test_jobs_are_paired"),
+    r"octet pause cmp_.*": Elsewhere("tests/client/cli/test_compare.py", 'octet("pause", comparison_id)'),
     r"make fmt": Elsewhere("Makefile", "ruff format --check"),
     r"make snapshots": Elsewhere("tests/service/test_openapi.py", "OCTET_UPDATE_SNAPSHOTS"),
     r"make pictures": Elsewhere("tests/page/pictures.py", "def main", "a browser, and minutes"),

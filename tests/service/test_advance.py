@@ -8,7 +8,7 @@ import pytest
 
 from octet.api_schemas import JobState
 from octet.api_schemas.comparison import NOISE, ComparisonSpec, ComparisonState, EvaluatedPoint, Outcome, outcome_of
-from octet.api_schemas.comparison_report import Question, report_of
+from octet.api_schemas.comparison_report import Question, report_of, stand
 from octet.service.scheduling.advance import advance
 from tests.kit.summaries import summary_of
 
@@ -77,13 +77,17 @@ def test_a_failed_baseline_ends_it_unless_every_arm_is_decided(spec: ComparisonS
     state, outcomes = run(spec, 0, deviation=1e-6)
     assert state is ComparisonState.FINISHED
     unused = spec.child_seeds[-1]
+    standings = [stand(Question.of(spec), arm, outcomes) for arm in (TWIN, BAD)]
+    assert all(standing.is_decided for standing in standings)
     assert (BASELINE, unused) not in outcomes, "the seeds were all needed"
     ends = advance(spec, outcomes | {(BASELINE, unused): failed}).ends
     assert ends is not None
     assert ends[0] is ComparisonState.FINISHED
-    ends = advance(spec, {(BASELINE, 0): failed}).ends
-    assert ends is not None
-    assert ends[0] is ComparisonState.FAILED
+    for arm, words in ((BASELINE, "the baseline fp32 failed"), (NOISE, "the baseline fp32 from a changed start failed")):
+        ends = advance(spec, {(arm, 0): failed}).ends
+        assert ends is not None
+        assert ends[0] is ComparisonState.FAILED
+        assert ends[1].startswith(words)
 
 
 def test_noise_that_nobody_measured_is_no_calm(spec: ComparisonSpec) -> None:

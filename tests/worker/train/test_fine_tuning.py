@@ -163,6 +163,15 @@ def test_weights_are_read_as_the_level_converts_them(base: Path, document: dict[
         torch.testing.assert_close(values.float(), expected, rtol=0.07 if is_coded else 0, atol=1e-3 if is_coded else 0)
 
 
+def test_a_changed_start_of_a_folder_is_a_thousandth_away(base: Path, document: dict[str, Any]) -> None:
+    config = resolve(JobSpec.model_validate(with_training(document, "O3-split", start_change=1e-3)), RankEnv())
+    model, source = start_model(config.model, 3, config.readable_files, start_change=config.training.start_change)
+    assert source is None
+    for values, expected in zip(model.parameters(), read_model(config.model).parameters(), strict=True):
+        change = (values / expected - 1)[expected != 0]
+        assert change.square().mean().sqrt() == pytest.approx(1e-3, rel=0.5)
+
+
 def test_a_folder_that_changed_its_names_is_read_by_transformers(base: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
