@@ -89,7 +89,8 @@ class ComparisonSpec(Contract):
     def child(self, arm: int, seed: int, comparison_id: str) -> JobSpec:
         """Return the job of an arm (or of NOISE) with a seed. Raises ValidationError for an arm that is no valid job."""
         chosen = self.noise if arm == NOISE else self.arms[arm]
-        document: dict[str, Any] = self.job.model_dump(mode="json")
+        # Without defaults: some follow from fields that an arm changes, as the format of block scales does.
+        document: dict[str, Any] = self.job.model_dump(mode="json", exclude_unset=True)
         for path, value in chosen.change.items():
             document = merge_patch(document, _nested(path, value))
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", chosen.name)
@@ -103,6 +104,9 @@ class ComparisonSpec(Contract):
             if any(path == kept or path.startswith(f"{kept}.") for kept in _OF_CHILDREN) or (path == _LEVEL and self.levels):
                 kept_words = "levels has them" if path == _LEVEL else "it names or pairs the children"
                 raise refusal("vary", got=path, allowed=f"another field: {kept_words}", change=f"Remove {path} from vary.")
+            if path == "training.preset":
+                allowed = "another field: a preset gives way to fields that the job has"
+                raise refusal("vary", got=path, allowed=allowed, change="Vary the fields in which the presets differ.")
         num_arms = (len(self.levels) or 1) * math.prod(len(values) for values in self.vary.values())
         if not 2 <= num_arms <= MAX_ARMS:
             change = "Give at least two levels, or two values of a field; fewer of them where each is combined with each."

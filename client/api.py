@@ -232,7 +232,10 @@ class Client:
         The same key and spec give the same comparison again for 24 hours.
         """
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
-        return read(Comparison, self._post("/v1/comparisons", _document(spec), headers))
+        if isinstance(spec, ComparisonSpec):  # without defaults: some follow from what an arm changes
+            spec = spec.model_dump(mode="json", exclude_unset=True)
+        document = dict(spec)
+        return read(Comparison, self._post("/v1/comparisons", document, headers))
 
     def comparison(self, comparison_id: str) -> ComparisonDetails:
         """Return a comparison with its children and what they show so far."""
@@ -450,8 +453,8 @@ class Client:
                 time.sleep(random.uniform(0.1, 0.3))
 
 
-def _document(spec: Contract | Mapping[str, Any]) -> Any:
-    return spec.model_dump(mode="json") if isinstance(spec, Contract) else dict(spec)
+def _document(spec: JobSpec | Mapping[str, Any]) -> Any:
+    return spec.model_dump(mode="json") if isinstance(spec, JobSpec) else dict(spec)
 
 
 def _comparison_path(comparison_id: str) -> str:

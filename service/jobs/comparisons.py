@@ -51,7 +51,7 @@ def submit(
         name=spec.job.name,
         tenant=tenant,
         state=ComparisonState.RUNNING,
-        spec=spec.model_dump(mode="json"),
+        spec=spec.model_dump(mode="json", exclude_unset=True) | {"at_once": spec.at_once},
         queues_more=True,
         created_at=now,
     )

@@ -63,6 +63,15 @@ def test_levels_and_fields_are_combined_each_with_each(spec_document: Document) 
     assert noise.training.optimizer.learning_rate == 1e-4
 
 
+def test_defaults_follow_from_what_an_arm_changes(spec_document: Document) -> None:
+    job = spec_document | {"precision": {"level": "te", "recipe": {"scaling": "current"}}}
+    spec = comparison(job, vary={"precision.recipe.granularity": ["tensor", "block"]})
+    formats = [spec.child(arm, 0, "").precision.recipe for arm in (0, 1)]
+    assert [recipe and recipe.format for recipe in formats] == ["HYBRID", "E4M3"]
+    stored = ComparisonSpec.read_stored(spec.model_dump(mode="json", exclude_unset=True))
+    assert stored.child(1, 0, "") == spec.child(1, 0, "")
+
+
 def test_null_is_the_default_of_a_field(spec_document: Document) -> None:
     spec = comparison(spec_document, vary={"training.gradient_clip": [0.5, None]})
     assert [arm.name for arm in spec.arms] == ["gradient_clip=0.5", "gradient_clip=null"]
@@ -76,6 +85,7 @@ def test_null_is_the_default_of_a_field(spec_document: Document) -> None:
         ({"levels": ["O2"]}, "vary", "2 to 32"),
         ({"vary": {"training.seed": [0, 1]}}, "vary", "names or pairs the children"),
         ({"vary": {"labels.team": ["a", "b"]}}, "vary", "names or pairs the children"),
+        ({"vary": {"training.preset": ["swin", None]}}, "vary", "gives way"),
         ({"vary": {"training.steps": [5, 5]}}, "vary", "each arm once"),
         ({"vary": {"training.step": [5, 6]}}, "job.training.step", "Did you mean 'steps'?"),
         ({"vary": {"training.steps": [5, -6]}}, "job.training.steps", "Arm steps=-6 is no valid job"),

@@ -10,11 +10,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from octet.api_schemas import EvaluationReport
-from octet.api_schemas.comparison import Comparison
+from octet.api_schemas.comparison import Comparison, ComparisonSpec
 from octet.api_schemas.comparison_report import ComparisonReport
 from octet.client import Client
 from octet.client.cli import build_app
 from octet.client.report_page import Curve, chart
+from octet.service import store
 from tests.client.octet_app import OctetApp
 from tests.kit.summaries import summary_of
 
@@ -56,6 +57,17 @@ def test_a_comparison_is_submitted_paused_resumed_shown_and_cancelled(octet: Oct
     assert followed.exit_code == 1
     assert json.loads(followed.stdout)["state"] == "cancelled"
     assert Comparison.model_validate(json.loads(octet("compare", "--json").stdout)[0]).id == comparison_id
+
+
+def test_defaults_follow_from_what_an_arm_changes(app: OctetApp, octet: Octet, job_file: str) -> None:
+    recipes = ("--set", "precision={level: te, recipe: {margin: 1}}", "--vary", "precision.recipe.granularity=tensor,block")
+    comparison_id = octet("compare", job_file, *recipes, "--detach").stdout.split()[0]
+    with app.database.read() as session:
+        row = store.comparisons.find(session, comparison_id)
+        assert row is not None
+        recipe = ComparisonSpec.read_stored(row.spec).child(1, 0, "").precision.recipe
+    assert recipe is not None
+    assert (recipe.margin, recipe.format) == (1, "E4M3")
 
 
 def test_what_is_refused_names_option_or_field(octet: Octet, job_file: str) -> None:
