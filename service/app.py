@@ -18,7 +18,7 @@ from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
 from octet.service.deps import AppContext, require_api_key
 from octet.service.http.bodies import LimitBodies
-from octet.service.http.guards import RefuseOtherHosts, refuse_unknown_query
+from octet.service.http.guards import RefuseStrangers, refuse_unknown_query
 from octet.service.http.problems import answers, install
 from octet.service.http.streams import Streams
 from octet.service.ingest.app import Ingest, route_to
@@ -89,7 +89,7 @@ def create_app(
     install(app)
     app.add_middleware(LimitBodies, settings=settings, verify_token=ingest.tokens.verify)
     if settings.is_for_this_machine:
-        app.add_middleware(RefuseOtherHosts)
+        app.add_middleware(RefuseStrangers)
     app.add_middleware(TimeRequests, telemetry=telemetry)
     return app
 
