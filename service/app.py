@@ -41,7 +41,7 @@ def create_app(
     """Build the API over a database. A dispatcher in this process is woken by `wake`, and `loops` counts its failures."""
 
     telemetry = Telemetry(settings, database)
-    streams = Streams(database)
+    streams = Streams(database, 3 * settings.max_connections // 4, 3 * settings.max_connections_per_address // 4)
     if loops is not None:
         telemetry.registry.register(loops)
     database.observe = telemetry.process.observe_transaction
