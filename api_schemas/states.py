@@ -26,11 +26,12 @@ class DesiredState(StrEnum):
     PAUSE = "pause"
     CANCEL = "cancel"
     CANCEL_NOW = "cancel_now"
+    YIELD = "yield"  # to save a checkpoint, end, and wait in the queue: the server stops
 
     @property
     def saves(self) -> bool:
         """True if ranks save a checkpoint before they end."""
-        return self in {DesiredState.PAUSE, DesiredState.CANCEL}
+        return self in {DesiredState.PAUSE, DesiredState.CANCEL, DesiredState.YIELD}
 
 
 class AttemptState(StrEnum):

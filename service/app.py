@@ -19,7 +19,7 @@ from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
 from octet.service.deps import AppContext, require_api_key
 from octet.service.http.bodies import LimitBodies
-from octet.service.http.guards import RefuseOtherHosts, refuse_unknown_query
+from octet.service.http.guards import RefuseStrangers, refuse_unknown_query
 from octet.service.http.problems import answers, install
 from octet.service.http.streams import Streams
 from octet.service.ingest.app import Ingest, route_to
@@ -55,7 +55,7 @@ def create_app(
     """Build the API over a database. A dispatcher in this process is woken by `wake`, and `loops` counts its failures."""
 
     telemetry = Telemetry(settings, database)
-    streams = Streams(database)
+    streams = Streams(database, 3 * settings.max_connections // 4, 3 * settings.max_connections_per_address // 4)
     if loops is not None:
         telemetry.registry.register(loops)
     database.observe = telemetry.process.observe_transaction
@@ -103,7 +103,7 @@ def create_app(
     install(app)
     app.add_middleware(LimitBodies, settings=settings, verify_token=ingest.tokens.verify)
     if settings.is_for_this_machine:
-        app.add_middleware(RefuseOtherHosts)
+        app.add_middleware(RefuseStrangers)
     app.add_middleware(TimeRequests, telemetry=telemetry)
     return app
 

@@ -71,7 +71,9 @@ class Settings(BaseSettings):
 
     max_connections: int = Field(default=4096, ge=16, description="open HTTP connections, if the system allows that many files")
     max_connections_per_address: int = Field(
-        default=256, ge=0, description="open HTTP connections of one address; 0 for no limit, as behind a proxy"
+        default=256,
+        ge=0,
+        description="open HTTP connections of one address, 3/4 of them event streams; 0 for no limit, as behind a proxy",
     )
     request_head_timeout_s: Seconds = Field(default=10, description="for the head of a request, from the connection on")
     request_body_timeout_s: Seconds = Field(default=30, description="for the whole body of a request")

@@ -19,6 +19,9 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("octet")
     if not _has_fp8_gpu():  # Triton reads this when it is imported, and then runs its kernels on CPU tensors
         os.environ["TRITON_INTERPRET"] = "1"
+        from tests.kit.interpreter import patch_once_in_a_launch
+
+        patch_once_in_a_launch()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from octet.service.cluster.launcher import Launcher
 from octet.service.db.engine import Database
-from octet.service.dispatcher import compare, grow, launch, orphans, place, release, watch
+from octet.service.dispatcher import compare, drain, grow, launch, orphans, place, release, watch
 from octet.service.dispatcher.context import LEADER_LEASE_S, DispatcherContext, NotLeading, holder_of
 from octet.service.dispatcher.loop import Loop
 from octet.service.settings import Settings
@@ -37,9 +37,11 @@ class Dispatcher:
         )
         self._lead_loop = Loop("lead", self._lead, LEADER_LEASE_S / 5, self.health)
         self._orphans_loop = Loop("orphans", self._while_leading(orphans.step), ORPHANS_INTERVAL_S, self.health)
-        self._job_loops = [
-            Loop(name, self._while_leading(step), pause_s, self.health) for name, (step, pause_s) in _JOB_STEPS.items()
-        ]
+        loops = {
+            name: Loop(name, self._while_leading(step), pause_s, self.health) for name, (step, pause_s) in _JOB_STEPS.items()
+        }
+        self._job_loops = list(loops.values())
+        self._starting_loops = [loops[name] for name in ("place", "launch", "grow")]
 
     @property
     def leads(self) -> bool:
@@ -58,6 +60,15 @@ class Dispatcher:
         """Run the loops of jobs now instead of at their next interval."""
         for loop in self._job_loops:
             loop.wake()
+
+    def drain(self) -> int:
+        """Place nothing more, and have every attempt save a checkpoint and end. Return how many have not ended yet.
+
+        Raises NotLeading if another dispatcher leads.
+        """
+        for loop in self._starting_loops:
+            loop.stop(timeout_s=0)
+        return drain.step(self._context)
 
     def stop(self) -> None:
         """Finish the calls under way, for ten seconds a loop at most, and stop leading. Attempts on the cluster go on."""

@@ -1,11 +1,13 @@
-"""Checks before every route: the Host and Origin headers, unknown query parameters.
+"""Checks before every route: the user who asks, the Host and Origin headers, unknown query parameters.
 
 The headers matter to a service without keys: a web page must not reach it through its visitor's browser. The page could
-use a name that resolves to 127.0.0.1 (DNS rebinding; Host shows it) or post to 127.0.0.1 itself (Origin shows it).
+use a name that resolves to 127.0.0.1 (DNS rebinding; Host shows it) or post to 127.0.0.1 itself (Origin shows it). So does
+the user: other users of the machine reach its loopback too, and a job runs code as the server's user.
 """
 
 import difflib
 import ipaddress
+import os
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -16,27 +18,48 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octet.api_schemas import Violation
 from octet.api_schemas.base import contract_in
-from octet.service.errors import MOST_VIOLATIONS, InvalidRequest, WrongHost
+from octet.service.errors import MOST_VIOLATIONS, InvalidRequest, ServiceError, Unauthenticated, WrongHost
 from octet.service.http.problems import render
 
+USER = "octet.user"
+"""The ASGI extension that has the user at the other end of the connection, where the server asks the kernel for it."""
+_ROOT = 0
+_OPEN_TO_ALL = ("/healthz", "/readyz", "/internal/v1/attempts/")
+"""Paths that any user of this machine may ask: without anything to learn, or with a token of their own."""
 
-class RefuseOtherHosts:
-    """Middleware of a service without keys: answers 421 unless Host, and Origin if present, name this machine."""
+
+class RefuseStrangers:
+    """Middleware of a service without keys, which serves the user who runs it, and root, on this machine.
+
+    It answers 401 to others, and 421 unless Host, and Origin if present, name this machine.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._users = {_ROOT, os.geteuid()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = dict(scope["headers"])
-            host, origin = headers.get(b"host", b"").decode("latin-1"), None
-            if b"origin" in headers:
-                origin = headers[b"origin"].decode("latin-1")
-            if not is_loopback(host) or (origin is not None and not is_loopback(origin.partition("://")[2])):
-                error = WrongHost(f"Host {host!r}, Origin {origin!r}: without API keys only 127.0.0.1 and localhost are served")
-                await render(error, scope["path"])(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is not None:
+            await render(refusal, scope["path"])(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ServiceError | None:
+        headers = dict(scope["headers"])
+        host, origin = headers.get(b"host", b"").decode("latin-1"), None
+        if b"origin" in headers:
+            origin = headers[b"origin"].decode("latin-1")
+        if not is_loopback(host) or (origin is not None and not is_loopback(origin.partition("://")[2])):
+            return WrongHost(f"Host {host!r}, Origin {origin!r}: without API keys only 127.0.0.1 and localhost are served")
+        asking = scope.get("extensions", {}).get(USER)
+        if asking is None or asking["id"] in self._users or scope["path"].startswith(_OPEN_TO_ALL):
+            return None
+        who = "a process that has closed its end" if asking["id"] is None else f"user {asking['id']}"
+        return Unauthenticated(
+            f"without API keys only user {os.geteuid()} is served, who runs this server; the request comes from {who}. "
+            "Start it with --api-key-file to serve other users of this machine"
+        )
 
 
 async def refuse_unknown_query(request: Request) -> None:

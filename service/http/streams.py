@@ -10,6 +10,7 @@ sends one whole at first, and then what changes in it.
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +21,12 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi.responses import StreamingResponse
 from sqlalchemy.orm import Session
+from starlette.types import Receive, Scope, Send
 
 from octet.api_schemas import Contract
 from octet.service import store
 from octet.service.db.engine import Database
+from octet.service.errors import NotReady
 from octet.service.store.jobs import Head
 
 EVENT_STREAM = "text/event-stream"
@@ -159,8 +162,11 @@ AnyFeed = TypeVar("AnyFeed", _Feed, _ListFeed)
 class Streams:
     """All streams of one process. They live in one event loop; reads of the database have threads of their own."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, most: int = 0, most_of_address: int = 0) -> None:
+        """most, most_of_address: streams at once, all together and of one address; 0 for no limit."""
         self._database = database
+        self._most, self._most_of_address = most, most_of_address
+        self._num_open: Counter[str] = Counter()
         self._feeds: dict[tuple[str, str], _Feed] = {}
         self._lists: dict[ListSource, _ListFeed] = {}
         self._changed = asyncio.Event()
@@ -170,11 +176,33 @@ class Streams:
 
     def open(self, job_id: str, source: Source[Item], after: Place) -> StreamingResponse:
         """Answer with the job's items after number `after`, until the job is over."""
-        return _answer(self._messages(job_id, source, after))
+        return _Answer(self, self._messages(job_id, source, after))
 
     def open_many(self, subscriptions: Sequence[Subscription], lists: Sequence[ListSource]) -> StreamingResponse:
         """Answer with the items of several sources, and with lists as they change, until the client goes away."""
-        return _answer(self._messages_of_many(subscriptions, lists))
+        return _Answer(self, self._messages_of_many(subscriptions, lists))
+
+    @contextmanager
+    def place_for(self, address: str) -> Iterator[None]:
+        """Count a stream of an address while it is open. Raises NotReady if there are as many as there may be.
+
+        A stream keeps its connection for hours. If streams could take all connections, the ranks of that address could not
+        report, and their leases would run out.
+        """
+        limits = (
+            (self._most_of_address, self._num_open[address], f" of {address}"),
+            (self._most, self._num_open.total(), ""),
+        )
+        for most, num_open, whose in limits:
+            if most and num_open >= most:
+                raise NotReady(f"{num_open} event streams{whose} are open, as many as may be at once; close some")
+        self._num_open[address] += 1
+        try:
+            yield
+        finally:
+            self._num_open[address] -= 1
+            if not self._num_open[address]:
+                del self._num_open[address]
 
     async def _messages_of_many(self, subscriptions: Sequence[Subscription], lists: Sequence[ListSource]) -> AsyncIterator[str]:
         yield ": here\n\n"
@@ -349,9 +377,17 @@ def _read(session: Session, feed: _Feed, after: Place) -> _News | None:
     return _News(source.name, after, part[-1][0], part)
 
 
-def _answer(messages: AsyncIterator[str]) -> StreamingResponse:
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(messages, media_type=EVENT_STREAM, headers=headers)
+class _Answer(StreamingResponse):
+    """The answer with a stream, which takes a place for as long as it is sent."""
+
+    def __init__(self, streams: Streams, messages: AsyncIterator[str]) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(messages, media_type=EVENT_STREAM, headers=headers)
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._streams.place_for((scope.get("client") or ("",))[0]):
+            await super().__call__(scope, receive, send)
 
 
 def _changes(name: str, before: ListState | None, now: ListState) -> str:

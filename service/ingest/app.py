@@ -83,7 +83,9 @@ class Ingest:
             self._telemetry.fenced_writes.inc()
             raise
         self._observe(applied)
-        reply = _Reply(applied.desired, applied.lease_s, applied.acknowledged_seq)
+        # To ranks both are one order, and ranks that an earlier version started know only the one.
+        desired = DesiredState.PAUSE if applied.desired is DesiredState.YIELD else applied.desired
+        reply = _Reply(desired, applied.lease_s, applied.acknowledged_seq)
         return Response(_encode(reply), media_type="application/json")
 
     def _apply(self, sent: Sequence[SentBatch]) -> "list[Applied | ServiceError]":

@@ -301,7 +301,10 @@ class _Reports:
     def _finished(self, body: batches.FinishedReport) -> None:
         reason = (body.reason or FailureReason.WORKER_ERROR) if body.outcome == "failed" else None
         summary = JobSummary.model_validate(body.summary) if body.summary is not None else None
-        ending = Ending(ENDINGS[body.outcome], reason, body.message, summary)
+        # Ranks that make way were asked to pause, and say so.
+        is_yielding = self.job.desired is DesiredState.YIELD and body.outcome == "cancelled"
+        message = "it made way" if is_yielding else body.message
+        ending = Ending(ENDINGS[body.outcome], reason, message, summary)
         attempts.finish(self.session, self.job, self.attempt, ending, self.now)
         self.work.applied.finished = True
 

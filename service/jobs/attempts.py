@@ -108,6 +108,9 @@ def started(
 def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, now: datetime) -> None:
     """End an attempt, and end its job or put the job back into the queue."""
     attempt.state = next_attempt_state(attempt.state, ending.event)
+    is_yielding = job.desired is DesiredState.YIELD
+    if is_yielding:
+        job.desired, job.stop_requested_at = DesiredState.RUN, None
     attempt.finished_at = now
     attempt.reason = ending.reason
     attempt.message = ending.message
@@ -126,6 +129,8 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
     if ending.event is AttemptEvent.SUCCEED:
         job.summary = ending.summary.model_dump(mode="json") if ending.summary else None
         _end_job(session, job, JobEvent.SUCCEED, now)
+    elif ending.event is AttemptEvent.CANCEL and is_yielding:
+        _requeue(session, job, now)
     elif ending.event is AttemptEvent.CANCEL and job.state is JobState.PAUSING:
         hold(session, job, JobEvent.STOP, now)
     elif ending.event is AttemptEvent.CANCEL:
@@ -135,6 +140,22 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
         store.jobs.add_event(session, job, now, "job.queued", ending.message or "", attempt_id=attempt.id)
     else:
         _fail(session, job, ending, now)
+
+
+def make_way(session: Session, job: JobRow, now: datetime) -> None:
+    """Have a job's attempt save a checkpoint and end; the job then waits in the queue. It counts as no failure."""
+    job.desired, job.stop_requested_at = DesiredState.YIELD, now
+    message = "asked to make way after a checkpoint: the server stops"
+    store.jobs.add_event(session, job, now, "job.yielding", message, attempt_id=job.current_attempt_id)
+
+
+def _requeue(session: Session, job: JobRow, now: datetime) -> None:
+    """Put a job whose attempt made way back into the queue, at the place that its age and priority give it."""
+    job.state, job.queued_at = next_job_state(job.state, JobEvent.REQUEUE), now
+    job.remaining_s = None
+    goes_on, data = _next_start(session, job)
+    store.jobs.add_event(session, job, now, "job.queued", f"made way; it goes on {goes_on}", data=data)
+    logger.info("job %s (%s) made way; it goes on %s", job.id, job.name, goes_on)
 
 
 def end_waiting(session: Session, job: JobRow, now: datetime) -> None:

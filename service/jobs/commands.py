@@ -99,7 +99,7 @@ def resume(session: Session, job_id: str, now: datetime, tenant: str | None = No
     workers still end, and once the job is over.
     """
     job = _lock(session, job_id, tenant)
-    if job.desired is not DesiredState.RUN or job.state.is_terminal:
+    if job.desired not in {DesiredState.RUN, DesiredState.YIELD} or job.state.is_terminal:
         job.state, job.desired = next_job_state(job.state, JobEvent.RESUME), DesiredState.RUN
         job.stop_requested_at, job.queued_at = None, now
         store.jobs.add_event(session, job, now, "job.queued", "resumed; it goes on from its newest checkpoint")

@@ -11,11 +11,14 @@ Requests are parsed by httptools (the parser of Node.js), which is C where h11 i
 import asyncio
 import logging
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from octet.service.http.guards import USER
+from octet.service.processes.peers import shows_users, user_of
 from octet.service.settings import Settings
 
 DESCRIPTORS_KEPT = 256
@@ -33,25 +36,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Connections:
-    """The open connections of one server. `limit_per_address` 0 means no limit."""
+    """The open connections of one server.
+
+    limit_per_address: 0 means no limit. finds_users: tell the app, as an extension of ASGI, which user of this machine asks.
+    """
 
     limit: int
     limit_per_address: int
     head_timeout_s: float
     body_timeout_s: float
     answer_stall_timeout_s: float
+    finds_users: bool = False
     _by_address: dict[str, dict["LimitedProtocol", None]] = field(default_factory=dict)
     _num_open: int = 0
 
     @classmethod
     def of(cls, settings: Settings, num_descriptors: int) -> "Connections":
         """Build the limits. num_descriptors: how many files and sockets this process may have open."""
+        finds_users = settings.is_for_this_machine and shows_users()
+        if settings.is_for_this_machine and not finds_users:
+            logger.warning(
+                "this system does not show whose connections come: without API keys every user of this machine is served"
+            )
         return cls(
             limit=max(16, min(settings.max_connections, num_descriptors - DESCRIPTORS_KEPT)),
             limit_per_address=settings.max_connections_per_address,
             head_timeout_s=settings.request_head_timeout_s,
             body_timeout_s=settings.request_body_timeout_s,
             answer_stall_timeout_s=settings.answer_stall_timeout_s,
+            finds_users=finds_users,
         )
 
     def add(self, connection: "LimitedProtocol") -> bool:
@@ -103,6 +116,8 @@ class LimitedProtocol(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None
     """Comes no later than that. It is not moved with each request: it looks when it comes, and waits again."""
     _is_last_look = False
+    _user: int | None = None
+    """The user of this machine who made the connection, if that is asked. None if the client's socket is gone."""
     _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -111,6 +126,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self.open_connections.add(self):
             self._refuse("503 Service Unavailable", "too many connections")
             return
+        if self.open_connections.finds_users and self.client and self.server:
+            with suppress(OSError):
+                self._user = user_of(self.client, self.server)
         self._begin("head", self.open_connections.head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -144,6 +162,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        if self.open_connections.finds_users:
+            self.scope["extensions"] = {USER: {"id": self._user}}
         self._num_head_bytes = 0
 
     def on_url(self, url: bytes) -> None:

@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from octet.service.app import create_app
 from octet.service.cluster.launcher import Launcher
 from octet.service.cluster.ray.calls import HostedLauncher
 from octet.service.cluster.ray.embedded import LocalRay, hold_serve_lock
 from octet.service.db.engine import Database
 from octet.service.dispatcher import Dispatcher
+from octet.service.dispatcher.context import NotLeading
 from octet.service.processes.server import http_server
 from octet.service.processes.startup import (
     checked_settings,
@@ -31,6 +34,7 @@ from octet.service.processes.startup import (
 from octet.service.settings import Settings, default_pool
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
+_LOOK_EVERY_S = 0.2
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +110,34 @@ def run(
         logger.info("Octet listens on http://%s:%d, data in %s", settings.host, settings.port, settings.data_dir)
         received = signal.sigwait(_STOP_SIGNALS)
         logger.info("stopping on %s", signal.Signals(received).name)
+        _let_jobs_save(dispatcher)
     finally:
         server.should_exit = True
         thread.join()
         dispatcher.stop()
+
+
+def _let_jobs_save(dispatcher: Dispatcher) -> None:
+    """Wait until every attempt has saved a checkpoint and ended, or for another signal. The API answers meanwhile.
+
+    The loop `watch` ends those that take longer than `save_grace_s`.
+    """
+    try:
+        num_live = dispatcher.drain()
+        if not num_live:
+            return
+        logger.info(
+            "%d job%s will go on when `octet serve` starts with this data folder again, after the checkpoint that is being "
+            "saved now. Another signal stops at once; they then go on from the checkpoint before",
+            num_live,
+            "s" * (num_live > 1),
+        )
+        while dispatcher.drain():
+            if signal.sigtimedwait(_STOP_SIGNALS, _LOOK_EVERY_S) is not None:
+                logger.info("stopping at once")
+                return
+    except (NotLeading, SQLAlchemyError) as error:
+        logger.warning("jobs save no checkpoint now, and go on from the one before: %s", error or "another dispatcher leads")
 
 
 @contextmanager

@@ -76,9 +76,14 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        assert self._process is not None
+        """End the server with SIGTERM, and what asks it."""
         self.client.close()
-        self._process.send_signal(signal.SIGTERM)
+        self.interrupt(signal.SIGTERM)
+
+    def interrupt(self, by: signal.Signals = signal.SIGINT) -> None:
+        """Let the server end by itself, and wait for it."""
+        assert self._process is not None
+        self._process.send_signal(by)
         self._process.wait(LONG_S)
 
     def kill_the_cluster(self) -> None:

@@ -1,10 +1,12 @@
 """A job on a real cluster that is paused, retried or continued trains what an undisturbed one trains; a deleted one is gone."""
 
+import os
+import signal
 from typing import Any
 
 import pytest
 
-from octet.api_schemas import AttemptState, JobState
+from octet.api_schemas import AttemptState, FailureReason, JobState
 from octet.client import ApiError
 from tests.e2e.octet_server import Server, losses
 from tests.e2e.test_chaos import attempts_of, train_undisturbed
@@ -29,6 +31,34 @@ def test_a_paused_job_goes_on_to_the_bit_and_holds_no_slots(mortal_server: Serve
     assert (finished.state, finished.num_failures) == (JobState.SUCCEEDED, 0), finished
     first, second = attempts_of(server, finished)
     assert (first.state, second.resumed_from_step) == (AttemptState.CANCELLED, saved.step)
+    assert losses(server, finished) == expected
+
+
+@pytest.mark.system
+def test_a_server_that_stops_has_its_jobs_save_and_the_next_one_goes_on_to_the_bit(
+    mortal_server: Server, long_job: dict[str, Any]
+) -> None:
+    server = mortal_server
+    spec = long_job | {"training": long_job["training"] | {"checkpoint_every": 0}, "resources": {"workers": 2}}
+    expected = train_undisturbed(server, spec)
+    job = server.client.submit(spec)
+    server.wait_for_step(job.id, 50)
+    server.interrupt()
+    assert _times_said(server, "1 job will go on") == 1
+    server.start()
+    server.wait_for_attempt(job.id, 2)
+    for rank in server.ranks():
+        rank.suspend()  # so that it saves nothing
+    os.kill(server.pid, signal.SIGINT)
+    server.wait_for(lambda: _times_said(server, "1 job will go on") == 2)
+    server.interrupt()
+    assert _times_said(server, "stopping at once") == 1
+    server.start()
+    finished = server.finish(job.id)
+    assert finished.state is JobState.SUCCEEDED, finished
+    first, second, third = attempts_of(server, finished)
+    assert (first.state, second.reason) == (AttemptState.CANCELLED, FailureReason.CLUSTER_LOST)
+    assert (second.resumed_from_step, third.resumed_from_step) == (first.last_step, first.last_step)
     assert losses(server, finished) == expected
 
 
@@ -70,6 +100,10 @@ def test_a_job_is_cancelled_retried_and_continued_to_the_bit_and_its_deletion_su
     server.kill()
     server.start()
     server.wait_for(lambda: not folder.exists())
+
+
+def _times_said(server: Server, words: str) -> int:
+    return (server.data_dir / "server.log").read_text().count(words)
 
 
 def _is_deleted(server: Server, job_id: str) -> bool:

@@ -168,6 +168,28 @@ def test_connections_that_are_being_answered_keep_their_place(serve: Serve, monk
         assert all(until_closed(connection).startswith(b"HTTP/1.1 200 ") for connection in answered)
 
 
+def test_event_streams_leave_connections_for_everybody_else_of_their_address(serve: Serve) -> None:
+    stream = b"GET /v1/stream?rows=limit%3D1 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with serve(max_connections_per_address=8) as port, ExitStack() as stack:
+        for _ in range(6):
+            assert stack.enter_context(connect(port, stream)).recv(4096).startswith(b"HTTP/1.1 200 ")
+        for _ in range(3):
+            closing_stream = stream.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+            refused = until_closed(stack.enter_context(connect(port, closing_stream)))
+            assert refused.startswith(b"HTTP/1.1 503 ")
+            assert b"6 event streams of 127.0.0.1 are open, as many as may be at once; close some" in refused
+            assert status(port) == 200
+        with connect(port, stream, "127.0.0.2") as other:
+            assert other.recv(4096).startswith(b"HTTP/1.1 200 ")
+        stack.pop_all().close()
+        wait_until(lambda: _opens(port, stream))
+
+
+def _opens(port: int, stream: bytes) -> bool:
+    with connect(port, stream) as connection:
+        return connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
 def test_all_addresses_together_have_a_limit(serve: Serve) -> None:
     with serve(max_connections=16, max_connections_per_address=0) as port, ExitStack() as stack:
         for number in range(40):

@@ -1,5 +1,6 @@
 """Keys and the Host header keep strangers out, and every route has one of them."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from starlette.types import Receive, Scope, Send
 
 from octet.api_schemas import ErrorCode
 from octet.service.app import create_app
 from octet.service.db.engine import Database
+from octet.service.http.guards import USER
 from octet.service.settings import Settings
 
 KEY = "a key that is long enough"
@@ -39,6 +42,21 @@ def test_without_keys_only_this_machine_is_served(make_client: MakeClient) -> No
     for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", "", "192.0.2.1", "0.0.0.0"):
         response = client.get("/v1/levels", headers={"Host": host})
         assert (response.status_code, response.json()["code"]) == (421, ErrorCode.WRONG_HOST), host
+
+
+@pytest.mark.parametrize(("user", "status"), [(0, 200), (os.geteuid(), 200), (os.geteuid() + 1, 401), (None, 401)])
+def test_without_keys_only_the_server_s_user_and_root_are_served(
+    make_client: MakeClient, user: int | None, status: int
+) -> None:
+    client = make_client()
+    app = client.app
+
+    async def asked_by_the_user(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope | {"extensions": {USER: {"id": user}}}, receive, send)
+
+    client = TestClient(asked_by_the_user, base_url="http://127.0.0.1")
+    assert client.get("/v1/levels").status_code == status
+    assert client.post("/v1/jobs", json={}).status_code == (status if status == 401 else 422)
 
 
 def test_without_keys_a_web_page_of_another_site_is_not_served(make_client: MakeClient) -> None:

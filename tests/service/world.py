@@ -24,7 +24,7 @@ from octet.service import store
 from octet.service.cluster.fake import FakeLauncher
 from octet.service.db.engine import Database
 from octet.service.db.tables import AttemptRow, EventRow
-from octet.service.dispatcher import compare, grow, launch, orphans, place, release, watch
+from octet.service.dispatcher import compare, drain, grow, launch, orphans, place, release, watch
 from octet.service.dispatcher import context as dispatcher_context
 from octet.service.dispatcher.context import DispatcherContext
 from octet.service.ingest.apply import Applied, apply_all
@@ -137,6 +137,14 @@ class World:
         for loop in (place, launch, watch, release, grow, compare):
             loop.step(self.context)
             look()
+
+    def drain(self) -> int:
+        """Look after the jobs of a server that stops, which places nothing more."""
+        self.renew()
+        num_live = drain.step(self.context)
+        watch.step(self.context)
+        release.step(self.context)
+        return num_live
 
     def tidy(self) -> None:
         orphans.step(self.context)
