@@ -27,7 +27,20 @@ from octet.service.jobs.planning import Planner
 from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.rows import RowTotals, Sparklines
 from octet.service.jobs.submissions import Shown, Submissions
-from octet.service.routes import catalog, curves, files, jobs, operations, plans, prometheus, records, reference, rows, stream
+from octet.service.routes import (
+    catalog,
+    curves,
+    exports,
+    files,
+    jobs,
+    operations,
+    plans,
+    prometheus,
+    records,
+    reference,
+    rows,
+    stream,
+)
 from octet.service.routes.job_views import shown_submissions
 from octet.service.scheduling.places import QueuePlaces
 from octet.service.settings import Settings
@@ -81,7 +94,7 @@ def create_app(
     app.state.streams = streams
     app.state.ingest = ingest
     app.router.routes.append(route_to(ingest))
-    for part in (rows, stream, jobs, plans, records, curves, files, catalog, operations, prometheus):
+    for part in (rows, stream, jobs, plans, records, curves, exports, files, catalog, operations, prometheus):
         app.include_router(part.router, dependencies=[require_api_key], responses=answers(401))
     app.include_router(operations.health)
     app.include_router(reference.router)

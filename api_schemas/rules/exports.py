@@ -3,7 +3,7 @@
 from octet.api_schemas.models import families_with
 from octet.api_schemas.rules.options import ADAPTED
 from octet.api_schemas.rules.precision import levels_where
-from octet.api_schemas.rules.rule import Rule, below, differs, equals, none_of, one_of
+from octet.api_schemas.rules.rule import Rule, below, differs, equals, none_of
 
 FORMAT, LAYOUT, ACTIVATIONS, WHEN = "export.format", "export.layout", "export.activations", "export.when"
 LIMIT = "export.max_kl_divergence"
@@ -74,7 +74,7 @@ EXPORT = below(
         ),
         Rule(
             "training.eval_every",
-            when=(one_of(WHEN, "best"),),
+            when=(equals(WHEN, "best"),),
             must=differs("training.eval_every", 0),
             got="0 with export.when best",
             allowed="at least 1",
@@ -83,7 +83,7 @@ EXPORT = below(
         ),
         Rule(
             "training.keep.best",
-            when=(one_of(WHEN, "best"),),
+            when=(equals(WHEN, "best"),),
             must=differs("training.keep.best", 0),
             got="0 with export.when best",
             allowed="at least 1",

@@ -56,7 +56,7 @@ class JobExporter:
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that cannot be written in the form that the spec names. Raises InvalidConfig."""
-        if self._config.adapter is not None:
+        if self._config.adapter is not None or self._config.layout.pipeline > 1:  # gpt and llama, which can be written
             return
         try:
             check_form(model, self._spec.format, form=self._form)
@@ -64,8 +64,8 @@ class JobExporter:
             raise InvalidConfig(f"export: {error}") from None
 
     def add(self, step: int) -> None:
-        """Take a checkpoint that is complete, or that the run resumes from."""
-        if self._spec.when == "every_checkpoint" and step:
+        """Take a checkpoint that is complete."""
+        if self._spec.when == "every_checkpoint":
             self._pending.append(step)
 
     def export_pending(self) -> None:

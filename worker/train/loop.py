@@ -151,8 +151,9 @@ class Trainer:
         self._tell(train_reports.started(self.config, self.mesh, self.job, self.progress.step, self.num_steps))
         for _ in range(train_reports.num_demoted(self.model)):
             self.metrics.observe_demotion()
-        if self.exporter is not None:
-            self.exporter.add(self.progress.step)
+        for ref in reversed(checkpoints) if self.exporter is not None else ():
+            if ref.step <= self.progress.step:  # an attempt may have ended before it exported one
+                self.exporter.add(ref.step)
         if not self.progress.step:
             for event in train_reports.start_events(self.config, self.job, self.mesh.device):
                 self._tell(event)
