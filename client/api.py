@@ -32,6 +32,7 @@ from octet.api_schemas import (
     Contract,
     Event,
     Export,
+    ExportSpec,
     Job,
     JobSpec,
     LogLine,
@@ -235,6 +236,11 @@ class Client:
     def checkpoint_files(self, job_id: str, checkpoint_id: str) -> Iterator[CheckpointFile]:
         """Iterate over a checkpoint's files, the manifest last."""
         return self._items(f"{_path(job_id)}/checkpoints/{quote(checkpoint_id, safe='')}/files", Page[CheckpointFile])
+
+    def export(self, job_id: str, wanted: ExportSpec | Mapping[str, Any]) -> Job:
+        """Export a job that has succeeded, by an attempt that takes no step. Returns the job, which is queued."""
+        document = wanted.model_dump(mode="json") if isinstance(wanted, ExportSpec) else dict(wanted)
+        return read(Job, self._post(f"{_path(job_id)}/exports", document))
 
     def exports(self, job_id: str) -> Iterator[Export]:
         """Iterate over the job's exports, in the order of their steps."""

@@ -26,6 +26,12 @@ from octet.client.render import exports_table
 from octet.client.terminal import Terminal
 from octet.client.text import num_bytes
 
+Layout = Annotated[
+    Literal["compressed-tensors", "hf-fp8-block"], typer.Option("--layout", help="With fp8: the form, for servers.")
+]
+Activations = Annotated[
+    Literal["none", "dynamic"], typer.Option("--activations", help="With fp8: dynamic lets servers multiply in FP8.")
+]
 _WORKER = "octet.worker.pretrained"
 """The module that exports. It runs in a process of its own: the client loads no torch."""
 
@@ -74,12 +80,8 @@ def export(
         Literal["tensor", "channel", "block"] | None,
         typer.Option("--strategy", help="With fp8: what shares a scale; default: as it was trained."),
     ] = None,
-    layout: Annotated[
-        Literal["compressed-tensors", "hf-fp8-block"], typer.Option("--layout", help="With fp8: the form, for servers.")
-    ] = "compressed-tensors",
-    activations: Annotated[
-        Literal["none", "dynamic"], typer.Option("--activations", help="With fp8: dynamic lets servers multiply in FP8.")
-    ] = "none",
+    layout: Layout = "compressed-tensors",
+    activations: Activations = "none",
     merge: Annotated[bool, typer.Option("--merge", help="Add adapters to the model that they belong to.")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model, or adapters for peft. Needs the extra 'worker' on this machine."""
@@ -96,10 +98,26 @@ def export(
     terminal.show(Text(f"{out} holds what was trained."))
 
 
-def exports(job_id: JobId, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Show the exports of a job, and how far each is from what was trained."""
+def exports(
+    job_id: JobId,
+    format: Annotated[
+        Literal["bf16", "fp32", "fp8"] | None,
+        typer.Option("--format", help="Ask for an export of a job that has succeeded, in this format."),
+    ] = None,
+    layout: Layout = "compressed-tensors",
+    activations: Activations = "none",
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Show the exports of a job, and how far each is from what was trained; or ask for one."""
     terminal = Terminal()
     with connect(url) as client:
+        if format is not None:
+            spec = {"format": format, "layout": layout, "activations": activations}
+            job = client.export(find_job(client, job_id).id, spec)
+            show_job = Text(f"{job.id} is {job.state.value}, to be exported. Watch it with: octet watch {job.id}")
+            terminal.show_json(job) if as_json else terminal.show(show_job)
+            return
         found = list(client.exports(find_to_read(client, job_id).id))
     terminal.show_json_array(found) if as_json else terminal.show(exports_table(found))
 

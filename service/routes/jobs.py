@@ -10,7 +10,7 @@ from fastapi import Request as HttpRequest
 from pydantic import StringConstraints
 from sqlalchemy.orm import Session
 
-from octet.api_schemas import Job, JobChange, JobSpec, JobState, Page, ValidatedJob, Violation
+from octet.api_schemas import ExportSpec, Job, JobChange, JobSpec, JobState, Page, ValidatedJob, Violation
 from octet.api_schemas.planned_states import validated
 from octet.service import store
 from octet.service.db.tables import JobRow
@@ -182,6 +182,15 @@ def retry(
     With `steps` it goes on further than its spec said, and so does a job that has succeeded.
     """
     return _change(context, lambda session, now: commands.retry(session, job_id, now, tenant, steps))
+
+
+@router.post("/{job_id}/exports", status_code=202, operation_id="export_job", responses=answers(404, 409, 413, 422))
+def export(wanted: ExportSpec, job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> Job:
+    """Export a job that has succeeded: an attempt with its ranks goes on from its last checkpoint, and takes no step.
+
+    The job waits for slots as any other, and is over again when the export is in its list.
+    """
+    return _change(context, lambda session, now: commands.export(session, job_id, wanted, now, tenant))
 
 
 @router.delete("/{job_id}", status_code=204, operation_id="delete_job", responses=answers(404, 409, 422))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from octet.api_schemas import ExportReport, FinishedReport
+from octet.api_schemas import CheckpointReport, ExportReport, ExportSpec, FinishedReport
 from tests.service.world import World, step
 
 CONTENT = {"model.safetensors": b"\x00\xff" * 70_000, "config.json": b"{}", "README.md": b"# Trained"}
@@ -143,3 +143,39 @@ def test_files_of_a_deleted_job_go(client: TestClient, world: World) -> None:
     assert client.get(f"/v1/jobs/{job_id}/exports").status_code == 404
     world.tidy()
     assert not world.settings.job_dir(job_id).exists()
+
+
+def test_a_job_that_succeeded_is_exported_later(client: TestClient, world: World) -> None:
+    """Its ranks go on from the last checkpoint; the spec has the export that was asked for."""
+    job_id, rank = world.start()
+    url = f"/v1/jobs/{job_id}/exports"
+    wanted = {"format": "bf16", "when": "end"}
+    assert client.post(url, json=wanted).status_code == 409  # it runs
+    rank.train(1, 2, 3, 4)
+    rank.send(CheckpointReport(step=4, name="step_0000000004", num_bytes=1, sha256="0" * 64, loss=1.0))
+    rank.succeed()
+    world.dispatch()
+    refused = client.post(url, json={"format": "bf16", "activations": "dynamic"})
+    assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "export.activations")
+    assert client.post(url, json={"form": "fp8"}).status_code == 422
+    assert client.get(f"/v1/jobs/{job_id}").json()["state"] == "succeeded"
+    answer = client.post(url, json=wanted)
+    assert (answer.status_code, answer.json()["state"]) == (202, "queued")
+    assert client.post(url, json=wanted).status_code == 409
+    world.dispatch()
+    world.dispatch()
+    again = world.rank_of(job_id)
+    assert (again.order.spec.export, [ref.step for ref in again.order.checkpoints]) == (ExportSpec(), [4])
+    again.begin(4)
+    again.send(write_export(world, job_id, 4))
+    again.succeed()
+    assert [item["step"] for item in client.get(url).json()["data"]] == [4]
+    assert client.get(f"/v1/jobs/{job_id}").json()["state"] == "succeeded"
+
+
+def test_a_job_without_its_last_checkpoint_cannot_be_exported(client: TestClient, world: World) -> None:
+    job_id, rank = world.start()
+    rank.train(1, 2, 3, 4)
+    rank.succeed()
+    answer = client.post(f"/v1/jobs/{job_id}/exports", json={})
+    assert (answer.status_code, "no checkpoint of its last step" in answer.json()["detail"]) == (409, True)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,10 @@ class JobExporter:
         except ValueError as error:
             raise InvalidConfig(f"export: {error}") from None
 
-    def add(self, step: int) -> None:
-        """Take a checkpoint that is complete."""
+    def add_all(self, steps: Iterable[int]) -> None:
+        """Take checkpoints that are complete, by their steps."""
         if self._spec.when == "every_checkpoint":
-            self._pending.append(step)
+            self._pending += sorted(steps)
 
     def export_pending(self) -> None:
         """Export the checkpoints that were added, oldest first."""

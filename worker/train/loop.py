@@ -151,9 +151,8 @@ class Trainer:
         self._tell(train_reports.started(self.config, self.mesh, self.job, self.progress.step, self.num_steps))
         for _ in range(train_reports.num_demoted(self.model)):
             self.metrics.observe_demotion()
-        for ref in reversed(checkpoints) if self.exporter is not None else ():
-            if ref.step <= self.progress.step:  # an attempt may have ended before it exported one
-                self.exporter.add(ref.step)
+        if self.exporter is not None:  # an attempt may have ended before it exported one
+            self.exporter.add_all(ref.step for ref in checkpoints if ref.step <= self.progress.step)
         if not self.progress.step:
             for event in train_reports.start_events(self.config, self.job, self.mesh.device):
                 self._tell(event)
@@ -260,7 +259,7 @@ class Trainer:
         """Report a complete checkpoint, which may be exported after this step."""
         self._tell(checkpoint)
         if self.exporter is not None:
-            self.exporter.add(checkpoint.step)
+            self.exporter.add_all([checkpoint.step])
 
     def _is_time_to_save(self) -> bool:
         minutes = self.config.training.checkpoint_every_minutes
