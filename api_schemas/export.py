@@ -58,7 +58,7 @@ class Divergence(Contract):
 
 
 class MismatchCard(Contract):
-    """How far the files of an export are from what was trained, on held-out tokens. For images a token is an image.
+    """The distance of an export's files from what was trained, on held-out tokens. For images a token is an image.
 
     The files are read back, and computed as a server would: values in the dtype of config.json, inputs of layers in codes
     scaled as `activations` says.

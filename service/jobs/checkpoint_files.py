@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 _LARGEST_MANIFEST_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 Stored = CheckpointRow | ExportRow
-"""What a worker wrote as a folder with a manifest, below a folder of the job that is named as the table is."""
+"""A folder with a manifest that a worker wrote, below a folder of the job that is named as the table is."""
 
 
 class Archive(NamedTuple):

@@ -71,7 +71,7 @@ def test_an_export_is_listed_with_its_card_and_sent(client: TestClient, world: W
 
 
 def test_an_export_that_is_reported_again_is_one(client: TestClient, world: World) -> None:
-    """As a retried attempt does that finds what one before it wrote; another content takes its place."""
+    """A retried attempt finds what one before it wrote, and reports it; another content takes its place."""
     job_id, rank = world.start()
     report = write_export(world, job_id)
     rank.send(step(1), step(2), report, report)

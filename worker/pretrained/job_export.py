@@ -52,7 +52,7 @@ class JobExporter:
         self._form = Fp8Form(spec.layout, spec.activations)
         self._pending: list[int] = []
         self.newest: MismatchCard | None = None
-        """Of the newest export."""
+        """The card of the newest export."""
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that cannot be written in the form that the spec names. Raises InvalidConfig."""

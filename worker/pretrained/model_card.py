@@ -15,7 +15,7 @@ _MOST_BYTES = 1 << 20
 
 
 class Facts(NamedTuple):
-    """What a card says besides the spec. evaluation: of the checkpoint, by name; empty where it was not evaluated.
+    """The facts of a card besides the spec. evaluation: of the checkpoint, by name; empty where it was not evaluated.
 
     base_license: as `license_of` finds it.
     """
