@@ -35,6 +35,13 @@ class ExportSpec(Contract):
         "as soon as each is complete, while the ranks wait",
     )
     merge: bool = Field(default=False, description="of a job with adapter: the whole model with the adapters added to it")
+    compared_tokens: int = Field(
+        default=8192,
+        ge=0,
+        le=1_048_576,
+        description="held-out tokens of the mismatch card, at most those of an evaluation; 0: no card, which is two networks "
+        "in fp32 and 6 operations for each parameter and token less",
+    )
     max_kl_divergence: float | None = Field(
         default=None,
         gt=0.0,

@@ -73,6 +73,14 @@ EXPORT = below(
             change="Remove export.max_kl_divergence.",
         ),
         Rule(
+            LIMIT,
+            when=(equals("export.compared_tokens", 0),),
+            must=equals(LIMIT, None),
+            allowed="none with compared_tokens 0",
+            why="nothing is compared then",
+            change="Remove export.max_kl_divergence, or export.compared_tokens.",
+        ),
+        Rule(
             "training.eval_every",
             when=(equals(WHEN, "best"),),
             must=differs("training.eval_every", 0),

@@ -83,7 +83,7 @@ class JobExporter:
         """Export a checkpoint, or find its export, and report it. Only an event says that it failed."""
         try:
             report = self._exported(step)
-        except (BadCheckpoint, RankError, TooFar, OSError, ValueError, RuntimeError, MemoryError) as error:
+        except Exception as error:
             message = f"the checkpoint of step {step} was not exported: {error}"
             logger.warning(message, exc_info=not isinstance(error, TooFar | RankError | BadCheckpoint))
             self._tell(EventReport(type="export.failed", message=message[:4096], data={"step": step}))
@@ -117,8 +117,9 @@ class JobExporter:
         if job.get("adapter") is None:
             model = averaged(state, trained(state, files)).eval()
             export(model, None, folder, format=spec.format, form=self._form)
-            card = measure(model, self._config.model, folder, self._form, self._batches())
-            _check_limit(card, spec.max_kl_divergence)
+            if spec.compared_tokens:
+                card = measure(model, self._config.model, folder, self._form, self._batches(), spec.compared_tokens)
+                _check_limit(card, spec.max_kl_divergence)
         elif spec.merge:
             export_merged(job, state["model"], folder, dtype, files)
         else:

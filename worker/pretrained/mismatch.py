@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octet.api_schemas import FamilySpec, Files
+from octet.api_schemas import FamilySpec, Files, TokenInput
 from octet.api_schemas.export import Divergence, MismatchCard
 from octet.api_schemas.models.huggingface import HuggingFaceSpec
 from octet.worker.fp8.weight import is_float8_weight
@@ -36,8 +36,6 @@ from octet.worker.pretrained.load import FileSource
 from octet.worker.pretrained.start import start_model
 from octet.worker.pretrained.write import converted_layers
 
-MAX_TOKENS = 8192
-"""The most places that are compared: at 7 billion parameters each three passes over them are 350 TFLOP of a CPU."""
 _PIECE_ELEMENTS = 1 << 22
 """Logits that are compared at a time, in fp64."""
 
@@ -45,11 +43,14 @@ Batch = Mapping[str, Tensor]
 
 
 @torch.no_grad()
-def measure(model: nn.Module, family: FamilySpec, folder: Path, form: Fp8Form, batches: Iterable[Batch]) -> MismatchCard:
+def measure(
+    model: nn.Module, family: FamilySpec, folder: Path, form: Fp8Form, batches: Iterable[Batch], num_tokens: int
+) -> MismatchCard:
     """Compare a trained model with the folder that was written of it, on held-out batches.
 
-    model: at its level, on the CPU. family: of the job. form: how servers use FP8 weights. Raises ValueError where the files
-    are no network of the family, and where no batch has a token.
+    model: at its level, on the CPU. family: of the job. form: how servers use FP8 weights. num_tokens: the comparison ends
+    with the batch that reaches so many. Raises ValueError where the files are no network of the family, and where no batch
+    has a token.
     """
     served = read_network(model, family, folder)
     expected = copy.deepcopy(served)
@@ -65,7 +66,7 @@ def measure(model: nn.Module, family: FamilySpec, folder: Path, form: Fp8Form, b
         written_PV = _logits(served, batch)
         weights.add(_logits(expected, batch), written_PV)
         evaluation.add(_logits(model, batch), as_server(batch) if form.activations != "none" else written_PV)
-        if evaluation.num_places >= MAX_TOKENS:
+        if evaluation.num_places >= num_tokens:
             break
     return MismatchCard(
         num_tokens=evaluation.num_places,
@@ -79,7 +80,9 @@ def read_network(model: nn.Module, family: FamilySpec, folder: Path) -> TrainedM
     """Return the network of a trained model, in fp32 on the CPU, with the values in a folder. Raises ValueError."""
     files = Files.below((folder,))
     if isinstance(model, WrappedModel):
-        network, source = start_model(HuggingFaceSpec(path=str(folder)), 0, files)
+        takes = family.sizes.takes
+        mask_token = takes.mask_token if isinstance(takes, TokenInput) else None  # config.json does not have it
+        network, source = start_model(HuggingFaceSpec(path=str(folder), mask_token=mask_token), 0, files)
     else:
         with parameters_on_meta():
             network = build_model(family, 0)
