@@ -36,7 +36,7 @@ class Fp8Form(NamedTuple):
 
     layout: compressed-tensors, or that of DeepSeek and transformers' `quant_method: fp8`, blocks of 128 × 128 with
     `weight_scale_inv`. activations: none, so that a server multiplies in 16 bits; dynamic: it scales the inputs of converted
-    layers by token (in the second layout by 128 values of one) when it has them, and multiplies in FP8.
+    layers by token (in the second layout by 128 values of one, and needs multiples of them) and multiplies in FP8.
     """
 
     layout: str = "compressed-tensors"
@@ -56,9 +56,7 @@ class Fp8Form(NamedTuple):
         """Return the values of a layer's input that a server multiplies with, in the input's dtype."""
         if self.activations == "none":
             return input_TK
-        num_columns = input_TK.shape[-1]
-        size = BLOCK if self.is_of_blocks and num_columns % BLOCK == 0 else num_columns
-        groups = input_TK.float().unflatten(-1, (-1, size))
+        groups = input_TK.float().unflatten(-1, (-1, BLOCK if self.is_of_blocks else input_TK.shape[-1]))
         scale = groups.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / ACTIVATION_MAX
         return ((groups / scale).to(E4M3).float() * scale).flatten(-2).to(input_TK.dtype)
 

@@ -56,7 +56,8 @@ class JobExporter:
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that cannot be written in the form that the spec names. Raises InvalidConfig."""
-        if self._config.adapter is not None or self._config.layout.pipeline > 1:  # gpt and llama, which can be written
+        is_cut = self._config.layout.pipeline * self._config.layout.tensor > 1  # then each export checks the whole model
+        if self._config.adapter is not None or is_cut:
             return
         try:
             check_form(model, self._spec.format, form=self._form)

@@ -13,6 +13,7 @@ from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.recipe import E4M3
 from octet.worker.fp8.weight import is_float8_weight
+from octet.worker.kernels.formats import BLOCK
 from octet.worker.models.wrapped import WrappedModel
 from octet.worker.prepare.export_state_dict import join, plain_tensors, reader_of
 from octet.worker.pretrained import folder as shards
@@ -103,6 +104,14 @@ def check_form(model: nn.Module, format: str, strategy: str | None = None, form:
             f"{transposed[0]} and {len(transposed) - 1} more layers are Conv1D, which compressed-tensors does not quantize; "
             'allowed: models of nn.Linear. Use format "bf16".'
         )
+    if form.is_of_blocks:
+        for name in converted_layers(model):
+            num_inputs = model.get_parameter(join(name, "weight")).shape[1]
+            if num_inputs % BLOCK:
+                raise ValueError(
+                    f"{name} has {num_inputs} inputs; allowed with layout {form.layout}: multiples of {BLOCK}, by which "
+                    "servers scale them. Exclude it in precision.exclude, or use layout compressed-tensors."
+                )
 
 
 def _check_fp8_form(format: str, strategy: str | None, form: Fp8Form) -> None:
