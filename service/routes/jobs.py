@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Annotated
 
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Body, Query, Response
 from fastapi import Request as HttpRequest
 from pydantic import StringConstraints
 from sqlalchemy.orm import Session
@@ -185,12 +185,15 @@ def retry(
 
 
 @router.post("/{job_id}/exports", status_code=202, operation_id="export_job", responses=answers(404, 409, 413, 422))
-def export(wanted: ExportSpec, job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> Job:
+def export(
+    job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep, wanted: Annotated[ExportSpec | None, Body()] = None
+) -> Job:
     """Export a job that has succeeded: an attempt with its ranks goes on from its last checkpoint, and takes no step.
 
-    The job waits for slots as any other, and is over again when the export is in its list.
+    The job waits for slots as any other, and is over again when the export is in its list. Without a body: in bf16.
     """
-    return _change(context, lambda session, now: commands.export(session, job_id, wanted, now, tenant))
+    spec = wanted or ExportSpec()
+    return _change(context, lambda session, now: commands.export(session, job_id, spec, now, tenant))
 
 
 @router.delete("/{job_id}", status_code=204, operation_id="delete_job", responses=answers(404, 409, 422))
