@@ -22,7 +22,7 @@ from octet.api_schemas.export import MismatchCard
 from octet.worker.checkpoint import BadCheckpoint, complete_in, load
 from octet.worker.checkpoint.files import MANIFEST, WrittenFile, finish, sync
 from octet.worker.common.config import TrainConfig
-from octet.worker.common.errors import InvalidConfig, RankError
+from octet.worker.common.errors import InvalidConfig, RankError, Stopped
 from octet.worker.data import Source
 from octet.worker.pretrained.adapter import export_adapter, export_merged
 from octet.worker.pretrained.compressed import Fp8Form
@@ -30,9 +30,12 @@ from octet.worker.pretrained.from_checkpoint import averaged, copy_settings, tra
 from octet.worker.pretrained.mismatch import measure
 from octet.worker.pretrained.model_card import Facts, license_of, write_card
 from octet.worker.pretrained.write import PLAIN_DTYPES, check_form, export
+from octet.worker.reporting.reporter import Reporter, order_to_stop
 
 VERSION = 1
 _UNFINISHED = ".unfinished_"
+
+Tell = Callable[[ReportBody], None]
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +48,10 @@ class JobExporter:
     """Exports the checkpoints of a job, one after the other, on the rank that writes manifests."""
 
     def __init__(
-        self, config: TrainConfig, spec: ExportSpec, job_dir: Path, source: Source, tell: Callable[[ReportBody], None]
+        self, config: TrainConfig, spec: ExportSpec, job_dir: Path, source: Source, reporter: Reporter, tell: Tell
     ) -> None:
-        self._config, self._spec, self._source, self._tell = config, spec, source, tell
+        """reporter: has the orders to stop. tell: sends a report."""
+        self._config, self._spec, self._source, self._reporter, self._tell = config, spec, source, reporter, tell
         self._checkpoints, self._folder = job_dir / "checkpoints", job_dir / "exports"
         self._form = Fp8Form(spec.layout, spec.activations)
         self._pending: list[int] = []
@@ -81,9 +85,14 @@ class JobExporter:
             self._export(best_step if self._spec.when == "best" and best_step is not None else last_step)
 
     def _export(self, step: int) -> None:
-        """Export a checkpoint, or find its export, and report it. Only an event says that it failed."""
+        """Export a checkpoint, or find its export, and report it. Only an event says that it failed.
+
+        Raises an order to stop that leaves no time, as when another attempt has taken over.
+        """
         try:
             report = self._exported(step)
+        except Stopped:
+            raise
         except Exception as error:
             message = f"the checkpoint of step {step} was not exported: {error}"
             logger.warning(message, exc_info=not isinstance(error, TooFar | RankError | BadCheckpoint))
@@ -131,6 +140,7 @@ class JobExporter:
 
     def _complete(self, ref: CheckpointRef, unfinished: Path, final: Path, card: MismatchCard | None) -> ExportReport:
         """Sync and hash the files, write the manifest, and give the folder its name."""
+        self._check_order()
         names = sorted(str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file())
         files = {name: finish(unfinished / name) for name in names}
         export_ = self._spec.model_dump(mode="json", include={"format", "layout", "activations"})
@@ -150,7 +160,15 @@ class JobExporter:
     def _batches(self) -> Iterator[Mapping[str, torch.Tensor]]:
         """The samples of an evaluation, one at a time, so that the logits of a few are in memory."""
         config = self._config
-        return self._source.evaluation_batches(1, config.eval_batches * config.batch.global_batch_size, 0, 1)
+        for batch in self._source.evaluation_batches(1, config.eval_batches * config.batch.global_batch_size, 0, 1):
+            self._check_order()
+            yield batch
+
+    def _check_order(self) -> None:
+        """Raise an order to stop that leaves no time for a checkpoint, nor for this."""
+        stop = order_to_stop(self._reporter)
+        if stop is not None and not stop.saves:
+            raise stop
 
     def _facts(self, step: int, state: Mapping[str, Any], card: MismatchCard | None) -> Facts:
         losses, evaluated = state["progress"]["recent_losses"], dict(state["progress"].get("evaluated", {}))

@@ -106,7 +106,7 @@ class Trainer:
         self.job = build(config, mesh, self.writer.copies, self._tell, self.metrics)
         self.model, self.optimizer = self.job.model, self.job.optimizer
         if config.spec.export is not None and mesh.world.is_first:
-            self.exporter = JobExporter(config, config.spec.export, job_dir, self.source, self._tell)
+            self.exporter = JobExporter(config, config.spec.export, job_dir, self.source, reporter, self._tell)
             self.exporter.check(self.model)
 
         self.progress = Progress()

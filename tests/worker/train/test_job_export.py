@@ -12,7 +12,7 @@ from safetensors import safe_open
 from octet.api_schemas import CheckpointRef, EventReport, ExportReport, Files, JobSpec
 from octet.worker.checkpoint import load_folder
 from octet.worker.common.config import RankEnv, resolve
-from octet.worker.common.errors import Cancelled, InvalidConfig
+from octet.worker.common.errors import Cancelled, Fenced, InvalidConfig
 from octet.worker.data import open_source
 from octet.worker.data.tokens import write_shards
 from octet.worker.fp8.linear import Float8Linear
@@ -217,6 +217,15 @@ def test_a_stopped_run_exports_its_checkpoint_when_it_resumes(document: dict[str
     recorder, _ = train(document, tmp_path, stopped.checkpoints())
     assert [report.step for report in recorder.of(ExportReport)] == [2, 3, 4]
     assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == [f"step_000000000{step}_fp8" for step in (2, 3, 4)]
+
+
+def test_an_attempt_that_another_has_replaced_writes_no_export(document: dict[str, Any], tmp_path: Path) -> None:
+    """The order arrives while it compares what it has written."""
+    fenced = Recorder(stop_after_step=7, stop=Fenced)
+    with pytest.raises(Fenced):
+        train(at_level(document, "O3"), tmp_path, recorder=fenced)
+    assert len(fenced.losses()) == 4
+    assert (fenced.of(ExportReport), list((tmp_path / "exports").iterdir())) == ([], [])
 
 
 def test_an_export_that_is_too_far_is_not_kept_and_the_job_succeeds(document: dict[str, Any], tmp_path: Path) -> None:
