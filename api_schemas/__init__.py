@@ -10,6 +10,7 @@ if __name__ != "octet.api_schemas":
 from octet.api_schemas.attempt import Attempt, Checkpoint, CheckpointFile, Event, LogLine, MetricPoint
 from octet.api_schemas.base import Contract, JsonScalar, Page, SpecConflict, Timestamp, refusal, rfc3339
 from octet.api_schemas.data import ANY_FILE, DataSpec, Files, Needs, SourceSpec, TextSpec
+from octet.api_schemas.export import Export, ExportSpec
 from octet.api_schemas.inputs import ImageInput, Task, TokenInput, tokens_per_sample
 from octet.api_schemas.job import Job, JobChange, JobSpec, JobSummary, Progress, QueuePlace, RetrySpec, StartTimes, ValidatedJob
 from octet.api_schemas.launch import AttemptRef, CheckpointRef, LaunchOrder, PoolCapacity, Probe, ProbeState
@@ -24,6 +25,7 @@ from octet.api_schemas.report import (
     EvaluationReport,
     EventReport,
     ExporterReport,
+    ExportReport,
     FinishedReport,
     LogReport,
     MeasuredReport,
@@ -62,6 +64,9 @@ __all__ = [
     "EvaluationReport",
     "Event",
     "EventReport",
+    "Export",
+    "ExportReport",
+    "ExportSpec",
     "ExporterReport",
     "FailureReason",
     "FamilySizes",

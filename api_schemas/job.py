@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from octet.api_schemas.accelerate import is_accelerate, precision_from_accelerate
 from octet.api_schemas.base import Contract, Timestamp, refusal
 from octet.api_schemas.data import DataSpec
+from octet.api_schemas.export import ExportSpec, MismatchCard
 from octet.api_schemas.inputs import tokens_per_sample
 from octet.api_schemas.layout import BatchDivision, Layout, ParallelismSpec
 from octet.api_schemas.models import ModelSizes, ModelSpec
@@ -47,6 +48,7 @@ class JobSpec(Contract):
     resources: ResourceSpec = ResourceSpec()
     priority: int = Field(default=50, ge=0, le=100, description="100 goes first")
     retry: RetrySpec = RetrySpec()
+    export: ExportSpec | None = Field(default=None, description="write what was trained for servers of models; default: no")
     labels: Labels = Field(default_factory=dict, max_length=64)
 
     @field_validator("model", mode="before")
@@ -210,6 +212,7 @@ class JobSummary(Contract):
     host_memory_bytes: int = Field(default=0, description="states in host memory, by training.offload_optimizer; 0 on cpu")
     peak_memory_bytes: int | None = Field(description="device peak on cuda; null on cpu")
     sent_bytes: dict[str, dict[str, int]] = Field(default_factory=dict, description="by rank 0, by collective and dtype")
+    mismatch: MismatchCard | None = Field(default=None, description="of the newest export; null without one")
     data: dict[str, float] = Field(description="facts of the data: bytes, files, unigram entropy in nats per byte")
 
 

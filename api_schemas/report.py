@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from octet.api_schemas.base import Contract, JsonScalar, Timestamp
+from octet.api_schemas.export import EXPORT_NAME, Activations, ExportLayout, Format, MismatchCard
 from octet.api_schemas.job import JobSummary
 from octet.api_schemas.measured import MAX_LAYERS, LayerHealth, MemoryBytes
 from octet.api_schemas.states import DesiredState, FailureReason
@@ -79,6 +80,20 @@ class CheckpointReport(Contract):
     loss: float | None
 
 
+class ExportReport(Contract):
+    """A complete export on disk, in the folder `name` below the job's exports. A retried attempt may send it again."""
+
+    kind: Literal["export"] = "export"
+    step: Step
+    name: str = Field(pattern=rf"^{EXPORT_NAME}$")
+    format: Format
+    layout: ExportLayout
+    activations: Activations
+    num_bytes: Count
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    mismatch: MismatchCard | None = None
+
+
 class MeasuredReport(Contract):
     """Measurements of this rank, after so many steps. What is null keeps the values of the report before."""
 
@@ -129,6 +144,7 @@ ReportBody = Annotated[
     | StepReport
     | EvaluationReport
     | CheckpointReport
+    | ExportReport
     | MeasuredReport
     | LogReport
     | EventReport

@@ -31,6 +31,8 @@ from octet.api_schemas import (
     CheckpointFile,
     Contract,
     Event,
+    Export,
+    ExportSpec,
     Job,
     JobSpec,
     LogLine,
@@ -291,27 +293,37 @@ class Client:
         """Iterate over a checkpoint's files, the manifest last."""
         return self._items(f"{_path(job_id)}/checkpoints/{quote(checkpoint_id, safe='')}/files", Page[CheckpointFile])
 
-    def download(self, checkpoint: Checkpoint, folder: str | Path) -> list[CheckpointFile]:
-        """Write a checkpoint's files into a folder, which is made if it is missing; returns them.
+    def export(self, job_id: str, wanted: ExportSpec | Mapping[str, Any]) -> Job:
+        """Export a job that has succeeded, by an attempt that takes no step. Returns the job, which is queued."""
+        document = wanted.model_dump(mode="json") if isinstance(wanted, ExportSpec) else dict(wanted)
+        return read(Job, self._post(f"{_path(job_id)}/exports", document))
+
+    def exports(self, job_id: str) -> Iterator[Export]:
+        """Iterate over the job's exports, in the order of their steps."""
+        return self._records(job_id, "exports", Page[Export])
+
+    def download(self, checkpoint: Checkpoint | Export, folder: str | Path) -> list[CheckpointFile]:
+        """Write the files of a checkpoint or an export into a folder, which is made if it is missing; returns them.
 
         The manifest is written last, so a folder with one is complete. Raises DownloadFailed for content with another SHA-256
         than the server lists, and for a manifest that is not the one that was registered.
         """
-        files = list(self.checkpoint_files(checkpoint.job_id, checkpoint.id))
+        base = f"{_path(checkpoint.job_id)}/{checkpoint.object}s/{checkpoint.id}/files"
+        files = list(self._items(base, Page[CheckpointFile]))
         if not files or files[-1].sha256 != checkpoint.sha256:
             raise DownloadFailed(f"{checkpoint.id}: the server lists another manifest than the one that was registered.")
         for file in files:
             place = _place_below(Path(folder), file.path)
             place.parent.mkdir(parents=True, exist_ok=True)
             unfinished = place.with_name(f"{place.name}.part")
-            path = f"{_path(checkpoint.job_id)}/checkpoints/{checkpoint.id}/files/{quote(file.path)}"
+            path = f"{base}/{quote(file.path)}"
             with unfinished.open("wb") as content:
                 sha256 = self._connection.download(path, content, patience_s=self._patience_s)
             if sha256 != file.sha256:
                 unfinished.unlink()
                 raise DownloadFailed(
                     f"{file.path} of {checkpoint.id} arrived with SHA-256 {sha256}; expected {file.sha256}. Download it again; "
-                    "if that does not help, the checkpoint is damaged: use another."
+                    f"if that does not help, the {checkpoint.object} is damaged: use another."
                 )
             unfinished.replace(place)
         return files

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from octet.api_schemas import Attempt, Checkpoint, Event, Job, JobState, LogLine, Pool
+from octet.api_schemas import Attempt, Checkpoint, Event, Export, Job, JobState, LogLine, Pool
 from octet.api_schemas.catalog import ModelFamily
 from octet.api_schemas.comparison import Comparison
 from octet.api_schemas.comparison_report import ComparisonReport
@@ -215,6 +215,17 @@ def checkpoints_table(checkpoints: Iterable[Checkpoint]) -> Table:
     for item in checkpoints:
         at = item.created_at.astimezone().strftime("%Y-%m-%d %H:%M")
         grid.add_row(item.id, str(item.step), num_bytes(item.num_bytes), number(item.loss), at)
+    return grid
+
+
+def exports_table(exports: Iterable[Export]) -> Table:
+    """A row for each export: KL divergence in nats, and the share of tokens with the same first choice, both as served."""
+    grid = table("NAME", "STEP", "SIZE", "KL", "SAME TOP", "CREATED", right=("STEP", "SIZE", "KL", "SAME TOP"))
+    for item in exports:
+        found = item.mismatch.evaluation if item.mismatch is not None else None
+        distance = ("–", "–") if found is None else (f"{found.kl_divergence:.3g}", f"{found.top1_agreement:.2%}")
+        at = item.created_at.astimezone().strftime("%Y-%m-%d %H:%M")
+        grid.add_row(item.name, str(item.step), num_bytes(item.num_bytes), *distance, at)
     return grid
 
 

@@ -32,6 +32,7 @@ from octet.service.routes import (
     catalog,
     comparisons,
     curves,
+    exports,
     files,
     jobs,
     operations,
@@ -95,7 +96,7 @@ def create_app(
     app.state.streams = streams
     app.state.ingest = ingest
     app.router.routes.append(route_to(ingest))
-    for part in (rows, stream, jobs, comparisons, plans, records, curves, files, catalog, operations, prometheus):
+    for part in (rows, stream, jobs, comparisons, plans, records, curves, exports, files, catalog, operations, prometheus):
         app.include_router(part.router, dependencies=[require_api_key], responses=answers(401))
     app.include_router(operations.health)
     app.include_router(reference.router)

@@ -8,12 +8,30 @@ from typing import Annotated, Literal
 import typer
 from rich.text import Text
 
-from octet.api_schemas import Checkpoint
+from octet.api_schemas import Checkpoint, Export
 from octet.client.api import Client
-from octet.client.cli.options import DEFAULT_URL, REFUSED, AsJson, Commands, JobId, Url, connect, find_job, require_extras
+from octet.client.cli.options import (
+    DEFAULT_URL,
+    REFUSED,
+    AsJson,
+    Commands,
+    JobId,
+    Url,
+    connect,
+    find_job,
+    find_to_read,
+    require_extras,
+)
+from octet.client.render import exports_table
 from octet.client.terminal import Terminal
 from octet.client.text import num_bytes
 
+Layout = Annotated[
+    Literal["compressed-tensors", "hf-fp8-block"], typer.Option("--layout", help="With fp8: the form, for servers.")
+]
+Activations = Annotated[
+    Literal["none", "dynamic"], typer.Option("--activations", help="With fp8: dynamic lets servers multiply in FP8.")
+]
 _WORKER = "octet.worker.pretrained"
 """The module that exports. It runs in a process of its own: the client loads no torch."""
 
@@ -24,13 +42,19 @@ def download(
     checkpoint: Annotated[
         str | None, typer.Option("--checkpoint", metavar="ID", help="A checkpoint's id, ckpt_…; default: the newest.")
     ] = None,
+    export: Annotated[
+        str | None, typer.Option("--export", metavar="ID", help="An export's id or name, or newest, in place of a checkpoint.")
+    ] = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Download a checkpoint of a job and check every file's SHA-256."""
+    """Download a checkpoint of a job, or an export, and check every file's SHA-256."""
     terminal = Terminal()
+    if checkpoint is not None and export is not None:
+        raise typer.BadParameter("name a checkpoint or an export, not both.", param_hint="--export")
     with connect(url) as client:
-        chosen = _choose(client, find_job(client, job_id).id, checkpoint)
+        job = find_job(client, job_id)
+        chosen = _choose(client, job.id, checkpoint) if export is None else _choose_export(client, job.id, export)
         try:
             files = client.download(chosen, out)
         except OSError as error:
@@ -41,7 +65,8 @@ def download(
     else:
         size = num_bytes(sum(file.num_bytes for file in files))
         terminal.show(Text(f"{len(files)} files, {size}, of step {chosen.step} are in {out}."))
-        terminal.show(Text(f"Make a Hugging Face model of them with: octet export {out} --out FOLDER"))
+        if export is None:
+            terminal.show(Text(f"Make a Hugging Face model of them with: octet export {out} --out FOLDER"))
 
 
 def export(
@@ -55,6 +80,8 @@ def export(
         Literal["tensor", "channel", "block"] | None,
         typer.Option("--strategy", help="With fp8: what shares a scale; default: as it was trained."),
     ] = None,
+    layout: Layout = "compressed-tensors",
+    activations: Activations = "none",
     merge: Annotated[bool, typer.Option("--merge", help="Add adapters to the model that they belong to.")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model, or adapters for peft. Needs the extra 'worker' on this machine."""
@@ -62,12 +89,46 @@ def export(
     command = [sys.executable, "-m", _WORKER, str(checkpoint), "--out", str(out), *(["--merge"] if merge else [])]
     command += [] if format is None else ["--format", format]
     command += [] if strategy is None else ["--strategy", strategy]
+    command += ["--layout", layout, "--activations", activations]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     terminal = Terminal()
     if ended.returncode:
         terminal.complain(ended.stderr.strip())
         raise typer.Exit(ended.returncode)
     terminal.show(Text(f"{out} holds what was trained."))
+
+
+def exports(
+    job_id: JobId,
+    format: Annotated[
+        Literal["bf16", "fp32", "fp8"] | None,
+        typer.Option("--format", help="Ask for an export of a job that has succeeded, in this format."),
+    ] = None,
+    layout: Layout = "compressed-tensors",
+    activations: Activations = "none",
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Show the exports of a job, and how far each is from what was trained; or ask for one."""
+    terminal = Terminal()
+    with connect(url) as client:
+        if format is not None:
+            spec = {"format": format, "layout": layout, "activations": activations}
+            job = client.export(find_job(client, job_id).id, spec)
+            show_job = Text(f"{job.id} is {job.state.value}, to be exported. Watch it with: octet watch {job.id}")
+            terminal.show_json(job) if as_json else terminal.show(show_job)
+            return
+        found = list(client.exports(find_to_read(client, job_id).id))
+    terminal.show_json_array(found) if as_json else terminal.show(exports_table(found))
+
+
+def _choose_export(client: Client, job_id: str, wanted: str) -> Export:
+    """Return the export with an id or a name, or the newest. Exits where there is none."""
+    found = [each for each in client.exports(job_id) if wanted in ("newest", each.id, each.name)]
+    if not found:
+        Terminal().complain(f"{job_id} has no export {wanted}. List them with: octet exports {job_id}")
+        raise typer.Exit(REFUSED)
+    return max(found, key=lambda each: (each.step, each.created_at))
 
 
 def _choose(client: Client, job_id: str, checkpoint_id: str | None) -> Checkpoint:
@@ -83,4 +144,5 @@ def _choose(client: Client, job_id: str, checkpoint_id: str | None) -> Checkpoin
 COMMANDS: Commands = {
     "download": download,
     "export": export,
+    "exports": exports,
 }

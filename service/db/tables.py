@@ -249,6 +249,24 @@ class CheckpointRow(Base):
     loss: Mapped[float | None]
 
 
+class ExportRow(Base):
+    __tablename__ = "exports"
+    __table_args__ = (UniqueConstraint("job_id", "name"),)
+
+    id: Mapped[str] = mapped_column(id_column(), primary_key=True)
+    job_id: Mapped[str] = mapped_column(id_column(), ForeignKey("jobs.id"))
+    attempt_id: Mapped[str] = mapped_column(id_column())
+    step: Mapped[int] = mapped_column(BigInteger)
+    name: Mapped[str] = mapped_column(String(64))
+    format: Mapped[str] = mapped_column(String(32))
+    layout: Mapped[str] = mapped_column(String(32))
+    activations: Mapped[str] = mapped_column(String(32))
+    created_at: Mapped[datetime]
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str] = mapped_column(String(64))
+    mismatch: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+
+
 class LogLineRow(Base):
     __tablename__ = "log_lines"
 

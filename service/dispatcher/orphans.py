@@ -1,7 +1,7 @@
 """Ends orphans: processes on the cluster without an attempt that may have them.
 
-It also deletes the folders of deleted jobs, the files of checkpoints that their jobs do not keep, and old idempotency keys,
-and gathers tallies.
+It also deletes the folders of deleted jobs, the files of checkpoints and exports that their jobs do not keep, and old
+idempotency keys, and gathers tallies.
 """
 
 import logging
@@ -13,6 +13,7 @@ from pathlib import Path
 from octet.api_schemas import AttemptRef
 from octet.service import store
 from octet.service.cluster.launcher import LauncherError
+from octet.service.db.tables import CheckpointRow, ExportRow
 from octet.service.dispatcher.context import DispatcherContext
 from octet.service.dispatcher.release import STOP_GRACE_S
 
@@ -31,7 +32,8 @@ def step(context: DispatcherContext) -> None:
         logger.warning("orphans may run on, and the folders of deleted jobs stay: %s", error)
     else:
         _delete_jobs(context)  # no process is left that could write into them again
-    _delete_checkpoints(context)
+    for table in (CheckpointRow, ExportRow):
+        _delete_surplus(context, table)
 
 
 def _end_orphans(context: DispatcherContext) -> None:
@@ -62,28 +64,29 @@ def _delete_jobs(context: DispatcherContext) -> None:
             store.jobs.forget_deleted(session, gone)
 
 
-def _delete_checkpoints(context: DispatcherContext) -> None:
-    """Delete the folders of checkpoints that are not registered any more, of jobs that live or ended lately.
+def _delete_surplus(context: DispatcherContext, table: type[CheckpointRow | ExportRow]) -> None:
+    """Delete the folders of checkpoints or exports that are not registered any more, of jobs that live or ended lately.
 
     A folder that cannot be deleted, or that a worker replaces meanwhile, keeps no other job from losing its own.
     """
     with context.database.read() as session:
         since = context.database.now(session) - LATELY
         jobs = [job_id for job_id, _ in store.jobs.jobs_to_show(session, since, MOST_JOBS)]
-        registered = store.records.checkpoint_names(session, jobs)
+        registered = store.records.names_of(session, table, jobs)
     for job_id, names in registered.items():
         try:
-            for name in _delete_unregistered(context.settings.job_dir(job_id) / "checkpoints", names):
-                logger.info("job %s does not keep checkpoint %s; its files are deleted", job_id, name)
+            for name in _delete_unregistered(context.settings.job_dir(job_id) / table.__tablename__, names):
+                logger.info("job %s does not keep %s/%s; its files are deleted", job_id, table.__tablename__, name)
         except OSError as error:
-            logger.warning("a checkpoint that job %s does not keep stays until it can be deleted: %s", job_id, error)
+            what = table.__tablename__
+            logger.warning("one of the %s that job %s does not keep stays until it can be deleted: %s", what, job_id, error)
         context.health.progressed()
 
 
 def _delete_unregistered(folder: Path, registered: Mapping[str, datetime]) -> Iterator[str]:
-    """Delete the checkpoints of a job that are not registered. Yields the name of each. Raises OSError.
+    """Delete the checkpoints, or exports, of a job that are not registered. Yields the name of each. Raises OSError.
 
-    A checkpoint goes only if it is older than the newest registered one, by step and by time: a newer one may not have
+    One goes only if it is older than the newest registered one, by step and by time: a newer one may not have
     been reported yet, or belong to an attempt that trains its steps again.
     """
     newest, completed_at = list(registered.items())[-1]

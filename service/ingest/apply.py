@@ -16,10 +16,11 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import AttemptState, DesiredState, FailureReason, JobSummary
+from octet.api_schemas.export import MismatchCard
 from octet.api_schemas.training import KeepSpec
 from octet.service import store
 from octet.service.db.bulk import Transaction, connection_of
-from octet.service.db.tables import AttemptRow, CheckpointRow, JobRow
+from octet.service.db.tables import AttemptRow, CheckpointRow, ExportRow, JobRow
 from octet.service.errors import ServiceError
 from octet.service.ingest import batches
 from octet.service.ingest.batches import Report, SentBatch
@@ -229,6 +230,8 @@ class _Reports:
                 self._evaluation(body)
             case batches.CheckpointReport() as body:
                 self._checkpoint(body, report.at)
+            case batches.ExportReport() as body:
+                self._export(body, report.at)
             case batches.MeasuredReport() as body:
                 store.records.put_measured(self.session, self.job.id, self.now, body.step, body.memory, body.layers)
             case batches.LogReport() as body:
@@ -287,6 +290,20 @@ class _Reports:
             removed = store.records.remove_surplus(self.session, self.job.id, KeepSpec.read_stored(keep))
             message += f"; removed: {', '.join(map(str, removed))}" if removed else ""
         self._event("checkpoint.saved", message, step=body.step, num_bytes=body.num_bytes)
+
+    def _export(self, body: batches.ExportReport, at: datetime) -> None:
+        fields = {name: getattr(body, name) for name in body.__struct_fields__}
+        row = ExportRow(id=new_id("exp", self.now), job_id=self.job.id, attempt_id=self.attempt.id, created_at=at, **fields)
+        self.attempt.last_progress_at = self.now
+        if not store.records.put_export(self.session, row):  # an attempt has found it, and reports it again
+            return
+        data: dict[str, Any] = {"step": body.step, "name": body.name, "num_bytes": body.num_bytes}
+        message = f"the checkpoint of step {body.step} is exported as {body.name}"
+        if body.mismatch is not None:
+            compared = MismatchCard.model_validate(body.mismatch).evaluation
+            data |= compared.model_dump()
+            message += f"; KL divergence from the trainer's evaluation: {compared.kl_divergence:.3g} nats per token"
+        self._event("job.exported", message, **data)
 
     def _log(self, body: batches.LogReport, at: datetime) -> None:
         self.attempt.num_log_lines += 1

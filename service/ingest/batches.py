@@ -14,12 +14,14 @@ from pydantic import ValidationError
 
 from octet.api_schemas import FailureReason, JobSummary, JsonScalar, ReportBatch
 from octet.api_schemas import report as contracts
+from octet.api_schemas.export import EXPORT_NAME, Activations, ExportLayout, Format
 from octet.api_schemas.report import MAX_REPORTS_PER_BATCH, StartPhase
 
 Step = Annotated[int, Meta(ge=1, le=2**53)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 # Patterns end with \Z: a final $ would allow a line break, in Python and not in pydantic.
 CheckpointName = Annotated[str, Meta(pattern=r"\Astep_[0-9]{10}\Z")]
+ExportName = Annotated[str, Meta(pattern=rf"\A{EXPORT_NAME}\Z")]
 Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Address = Annotated[str, Meta(pattern=r"\A(\[[0-9a-f:.]+\]|[0-9a-z.-]{1,253}):[0-9]{1,5}\Z", max_length=262)]
 EventType = Annotated[str, Meta(pattern=r"\A[a-z_]+(\.[a-z_]+)*\Z", max_length=64)]
@@ -75,6 +77,17 @@ class CheckpointReport(_Body, frozen=True, tag="checkpoint"):
     loss: float | None
 
 
+class ExportReport(_Body, frozen=True, tag="export"):
+    step: Step
+    name: ExportName
+    format: Format
+    layout: ExportLayout
+    activations: Activations
+    num_bytes: Count
+    sha256: Sha256
+    mismatch: dict[str, Any] | None = None
+
+
 class MeasuredReport(_Body, frozen=True, tag="measured"):
     step: Count
     memory: dict[str, Any] | None = None
@@ -106,6 +119,7 @@ ReportBody = (
     | StepReport
     | EvaluationReport
     | CheckpointReport
+    | ExportReport
     | MeasuredReport
     | LogReport
     | EventReport
@@ -159,6 +173,8 @@ def _is_whole(batch: Batch) -> bool:
             return False
         if type(report.body) is FinishedReport and report.body.summary is not None:
             JobSummary.model_validate(report.body.summary)
+        if type(report.body) is ExportReport:
+            contracts.ExportReport.model_validate(msgspec.to_builtins(report.body))
         if type(report.body) is MeasuredReport:
             contracts.MeasuredReport.model_validate(msgspec.to_builtins(report.body))
     return True

@@ -39,6 +39,7 @@ RULES: dict[type[ReportBody], _Rule] = {
     batches.StepReport: _OF_TRAINING,
     batches.EvaluationReport: _OF_TRAINING,
     batches.CheckpointReport: _OF_TRAINING,
+    batches.ExportReport: _OF_TRAINING,
     batches.MeasuredReport: _OF_TRAINING,
 }
 

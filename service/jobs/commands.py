@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from octet.api_schemas import AttemptState, DesiredState, JobChange, JobSpec, JobState, Violation
+from octet.api_schemas import AttemptState, DesiredState, ExportSpec, JobChange, JobSpec, JobState, Violation
 from octet.api_schemas.base import merge_patch
 from octet.service import store
 from octet.service.db.bulk import Transaction
@@ -140,6 +140,26 @@ def retry(session: Session, job_id: str, now: datetime, tenant: str | None = Non
         _patch_spec(job, {"training": {"steps": steps, "epochs": None}})
         job.steps = None  # the next attempt reports them, as any first one does
     attempts.revive(session, job, event, now)
+    return job
+
+
+def export(session: Session, job_id: str, wanted: ExportSpec, now: datetime, tenant: str | None = None) -> JobRow:
+    """Put a job that has succeeded back into the queue for an attempt that takes no step: it evaluates, and exports.
+
+    The job's spec has this export from then on; exports of other forms stay. Raises NotFound, also for another tenant's job,
+    IllegalTransition for a job that has not succeeded or has no checkpoint of its last step, and InvalidRequest for an export
+    that the job cannot have.
+    """
+    job = _lock(session, job_id, tenant)
+    if job.state is not JobState.SUCCEEDED:
+        raise IllegalTransition(
+            f"the job is {job.state.value}; allowed: succeeded. Set export in a job's spec before it runs: clone this one."
+        )
+    newest = next(iter(store.records.newest_checkpoints(session, job.id, 1)), None)
+    if newest is None or newest.step != job.num_steps:
+        raise IllegalTransition("the job has no checkpoint of its last step, which an export is made of. Clone it with export.")
+    _patch_spec(job, {"export": wanted.model_dump(mode="json")})
+    attempts.revive(session, job, JobEvent.EXTEND, now)
     return job
 
 

@@ -29,4 +29,5 @@ export type Attempt = Schemas["Attempt"];
 export type Event = Schemas["Event"];
 export type LogLine = Schemas["LogLine"];
 export type Checkpoint = Schemas["Checkpoint"];
+export type Export = Schemas["Export"];
 export type Measurements = Schemas["Measurements"];

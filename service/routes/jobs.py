@@ -5,12 +5,12 @@ from datetime import datetime
 from typing import Annotated
 
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Body, Query, Response
 from fastapi import Request as HttpRequest
 from pydantic import StringConstraints
 from sqlalchemy.orm import Session
 
-from octet.api_schemas import Job, JobChange, JobSpec, JobState, Page, ValidatedJob, Violation
+from octet.api_schemas import ExportSpec, Job, JobChange, JobSpec, JobState, Page, ValidatedJob, Violation
 from octet.api_schemas.planned_states import validated
 from octet.service import store
 from octet.service.db.tables import JobRow
@@ -182,6 +182,18 @@ def retry(
     With `steps` it goes on further than its spec said, and so does a job that has succeeded.
     """
     return _change(context, lambda session, now: commands.retry(session, job_id, now, tenant, steps))
+
+
+@router.post("/{job_id}/exports", status_code=202, operation_id="export_job", responses=answers(404, 409, 413, 422))
+def export(
+    job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep, wanted: Annotated[ExportSpec | None, Body()] = None
+) -> Job:
+    """Export a job that has succeeded: an attempt with its ranks goes on from its last checkpoint, and takes no step.
+
+    The job waits for slots as any other, and is over again when the export is in its list. Without a body: in bf16.
+    """
+    spec = wanted or ExportSpec()
+    return _change(context, lambda session, now: commands.export(session, job_id, spec, now, tenant))
 
 
 @router.delete("/{job_id}", status_code=204, operation_id="delete_job", responses=answers(404, 409, 422))

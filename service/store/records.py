@@ -14,6 +14,7 @@ from octet.service.db.tables import (
     CheckpointRow,
     EvaluationRow,
     ExporterRow,
+    ExportRow,
     JobRow,
     LogLineRow,
     MeasurementRow,
@@ -50,9 +51,10 @@ def live_exporters(session: Session) -> list[tuple[ExporterRow, AttemptRow, JobR
 
 
 def drop_after(session: Session, job_id: str, step: int) -> None:
-    """Delete the curve and the checkpoints after `step`, because an attempt trains those steps again."""
+    """Delete the curve, the checkpoints and the exports after `step`, because an attempt trains those steps again."""
     curves.drop_after(session, job_id, step)
-    session.execute(delete(CheckpointRow).where(CheckpointRow.job_id == job_id, CheckpointRow.step > step))
+    for table in (CheckpointRow, ExportRow):
+        session.execute(delete(table).where(table.job_id == job_id, table.step > step))
 
 
 def last_checkpoints(session: Session, job_ids: Sequence[str]) -> dict[str, CheckpointRow]:
@@ -85,11 +87,13 @@ def remove_surplus(session: Session, job_id: str, keep: KeepSpec) -> list[int]:
     return surplus
 
 
-def checkpoint_names(session: Session, job_ids: Sequence[str]) -> dict[str, dict[str, datetime]]:
-    """List the folders of jobs' checkpoints with the times at which they were complete, in the order of steps, by job."""
+def names_of(
+    session: Session, table: type[CheckpointRow | ExportRow], job_ids: Sequence[str]
+) -> dict[str, dict[str, datetime]]:
+    """List the folders of jobs' checkpoints or exports with the times at which they were complete, by job, then by step."""
     found: dict[str, dict[str, datetime]] = {}
-    query = select(CheckpointRow.job_id, CheckpointRow.name, CheckpointRow.created_at).where(CheckpointRow.job_id.in_(job_ids))
-    for job_id, name, created_at in session.execute(query.order_by(CheckpointRow.step)):
+    query = select(table.job_id, table.name, table.created_at).where(table.job_id.in_(job_ids))
+    for job_id, name, created_at in session.execute(query.order_by(table.step)):
         found.setdefault(job_id, {})[name] = created_at
     return found
 
@@ -113,6 +117,33 @@ def find_checkpoint(session: Session, job_id: str, name: str) -> CheckpointRow |
 def checkpoint_step(session: Session, job_id: str, checkpoint_id: str) -> int | None:
     where = (CheckpointRow.id == checkpoint_id, CheckpointRow.job_id == job_id)
     return session.scalar(select(CheckpointRow.step).where(*where))
+
+
+def put_export(session: Session, row: ExportRow) -> bool:
+    """Add an export in the place of one of the same name. Returns whether it is another than that one."""
+    before = find_export(session, row.job_id, row.name)
+    if before is not None and before.sha256 == row.sha256:
+        return False
+    session.execute(delete(ExportRow).where(ExportRow.job_id == row.job_id, ExportRow.name == row.name))
+    session.add(row)
+    return True
+
+
+def exports_of(session: Session, job_id: str) -> list[ExportRow]:
+    query = select(ExportRow).where(ExportRow.job_id == job_id).order_by(ExportRow.step, ExportRow.name)
+    return list(session.scalars(query))
+
+
+def last_exports(session: Session, job_ids: Sequence[str]) -> dict[str, ExportRow]:
+    """Find the newest export of each job; by job id."""
+    rows = session.scalars(select(ExportRow).where(ExportRow.job_id.in_(job_ids)).order_by(ExportRow.created_at, ExportRow.id))
+    return {row.job_id: row for row in rows}
+
+
+def find_export(session: Session, job_id: str, name: str) -> ExportRow | None:
+    """Find an export of a job by the name of its folder or by its id."""
+    either = or_(ExportRow.name == name, ExportRow.id == name)
+    return session.scalar(select(ExportRow).where(ExportRow.job_id == job_id, either))
 
 
 COUNTS = ("num_parameters", "num_layers_converted", "num_layers_filtered", "num_layers_skipped")

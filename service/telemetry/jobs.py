@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from octet.service import store
 from octet.service.db.engine import Database
-from octet.service.db.tables import AttemptRow, CheckpointRow, EvaluationRow, JobRow
+from octet.service.db.tables import AttemptRow, CheckpointRow, EvaluationRow, ExportRow, JobRow
 from octet.service.jobs import views
 from octet.service.jobs.attempts import START_PHASES
 from octet.service.store.curves import Point
@@ -53,6 +53,9 @@ HELP = {
     "octet_job_last_checkpoint_timestamp_seconds": "when the last checkpoint was complete",
     "octet_job_last_checkpoint_step": "step of the last checkpoint",
     "octet_job_checkpoint_interval_seconds": "expected time between checkpoints at the speed of the last step",
+    "octet_job_export_step": "step of the newest export",
+    "octet_job_export_kl_divergence": "of the trainer's evaluation from the newest export as served, nats per token",
+    "octet_job_export_top1_agreement": "share of tokens with the same largest logit, newest export",
     "octet_job_memory_bytes": "bytes on rank 0 by class, of a job that succeeded",
 }
 _LABELS = {
@@ -72,6 +75,7 @@ class Reported(NamedTuple):
     metric: Point | None
     evaluation: EvaluationRow | None
     checkpoint: CheckpointRow | None
+    export: ExportRow | None
 
 
 Value = tuple[str, float | None, tuple[str, ...]]
@@ -167,14 +171,14 @@ def _reported(session: Session, jobs: Sequence[JobRow]) -> Iterator[Reported]:
     ids = [job.id for job in jobs]
     metrics = store.curves.current_points(session, ids)
     evaluations = store.curves.last_evaluations(session, ids)
-    checkpoints = store.records.last_checkpoints(session, ids)
+    checkpoints, exports = store.records.last_checkpoints(session, ids), store.records.last_exports(session, ids)
     for job in jobs:
         found = (attempts.get(job.id), metrics.get(job.id), evaluations.get(job.id), checkpoints.get(job.id))
-        yield Reported(job, *found)
+        yield Reported(job, *found, exports.get(job.id))
 
 
 def _values(reported: Reported) -> Iterator[Value]:
-    job, attempt, metric, evaluation, checkpoint = reported
+    job, attempt, metric, evaluation, checkpoint, export = reported
     yield "octet_job_info", 1.0, (job.spec["labels"].get(COMPARISON, "")[:_LONGEST_LABEL], job.name)
     yield "octet_job_state", 1.0, (job.state.value,)
     yield "octet_job_steps", job.num_steps, ()
@@ -198,6 +202,11 @@ def _values(reported: Reported) -> Iterator[Value]:
     if checkpoint is not None:
         yield "octet_job_last_checkpoint_timestamp_seconds", checkpoint.created_at.timestamp(), ()
         yield "octet_job_last_checkpoint_step", checkpoint.step, ()
+    if export is not None:
+        yield "octet_job_export_step", export.step, ()
+        mismatch = (export.mismatch or {}).get("evaluation", {})
+        yield "octet_job_export_kl_divergence", mismatch.get("kl_divergence"), ()
+        yield "octet_job_export_top1_agreement", mismatch.get("top1_agreement"), ()
     if attempt is not None:
         yield from _values_of_attempt(job, attempt)
     for kind, num_bytes in ((job.summary or {}).get("memory_bytes") or {}).items():

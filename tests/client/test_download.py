@@ -10,7 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from octet.api_schemas import Checkpoint, CheckpointReport, Job, JobSpec
+from octet.api_schemas import Checkpoint, CheckpointReport, ExportReport, Job, JobSpec
+from octet.api_schemas.export import MismatchCard
 from octet.client import ApiError, Client, DownloadFailed
 from octet.client.cli import build_app
 from tests.client.octet_app import API_KEY, OctetApp
@@ -199,3 +200,46 @@ def test_keys_are_needed_for_files_as_for_all_else(tmp_path: Path, runnable: dic
             assert known.status_code == 404
         with Client(app.url) as stranger, pytest.raises(ApiError, match="an API key is needed"):
             list(stranger.checkpoint_files(job.id, "step_0000000002"))
+
+
+def test_an_export_is_asked_for_shown_and_downloaded(
+    app: OctetApp, client: Client, runnable: dict[str, Any], tmp_path: Path
+) -> None:
+    job = client.submit(runnable)
+    rank = app.start_rank(job.id)
+    rank.train(steps=4)
+    rank.report(as_exported(app, job.id))
+    [export] = client.exports(job.id)
+    asked = octet(app, "exports", job.id)
+    assert (asked.exit_code, "step_0000000004_fp8" in asked.stdout, "0.25" in asked.stdout) == (0, True, True)
+    assert json.loads(octet(app, "exports", job.id, "--json").stdout)[0]["id"] == export.id
+    for wanted in ("newest", export.id, export.name):
+        out = tmp_path / wanted
+        assert octet(app, "download", job.id, "--export", wanted, "--out", str(out)).exit_code == 0
+        assert (out / "config.json").read_bytes() == b"{}"
+    missing = octet(app, "download", job.id, "--export", "other", "--out", str(tmp_path))
+    assert (missing.exit_code, "octet exports" in missing.stderr) == (2, True)
+    refused = octet(app, "exports", job.id, "--format", "fp8")
+    assert (refused.exit_code, "allowed: succeeded" in refused.stderr) == (2, True)
+
+
+def as_exported(app: OctetApp, job_id: str) -> ExportReport:
+    """Write an export as a worker does, and return the report about it."""
+    folder = app.settings.job_dir(job_id) / "exports" / "step_0000000004_fp8"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_bytes(b"{}")
+    files = {"config.json": {"num_bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}}
+    manifest = json.dumps({"version": 1, "step": 4, "files": files}).encode()
+    (folder / MANIFEST).write_bytes(manifest)
+    found = {"kl_divergence": 0.25, "top1_agreement": 0.5, "largest_logit_difference": 1.0}
+    card = {"num_tokens": 8, "tokens_sha256": "a" * 64, "evaluation": found, "weights": found}
+    return ExportReport(
+        step=4,
+        name=folder.name,
+        format="fp8",
+        layout="compressed-tensors",
+        activations="none",
+        num_bytes=2 + len(manifest),
+        sha256=hashlib.sha256(manifest).hexdigest(),
+        mismatch=MismatchCard.model_validate(card),
+    )

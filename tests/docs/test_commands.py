@@ -100,6 +100,11 @@ ELSEWHERE = {
     r"python3 -m benchmarks\.gpu\.train --sections job .*": Elsewhere(
         "tests/benchmarks/test_gpu_benchmarks.py", '"Job"', "a GPU"
     ),
+    r"octet (submit job\.yaml --watch|exports JOB|download JOB --export .*)": Elsewhere(
+        "tests/client/test_download.py", "def test_an_export_is_asked_for_shown_and_downloaded"
+    ),
+    r"vllm serve .*": Elsewhere("docs/serving.md", "have neither server", "vLLM"),
+    r"python -m sglang\.launch_server .*": Elsewhere("docs/serving.md", "have neither server", "SGLang"),
     r"python -m benchmarks\.gpu\.roofline .*": Elsewhere("tests/worker/fp8/test_speedups.py", "as_text([computed_table()])"),
 }
 """Commands executed elsewhere, by regular expression."""

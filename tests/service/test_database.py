@@ -82,8 +82,8 @@ def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(databas
 
 
 def without_rows(connection: Connection) -> None:
-    """Undo migrations 0013 and 0012."""
-    for table in ("comparison_children", "comparisons", "deleted_jobs"):
+    """Undo migrations 0015, 0014, 0013 and 0012."""
+    for table in ("exports", "comparison_children", "comparisons", "deleted_jobs"):
         connection.execute(text(f"DROP TABLE {table}"))
     undo = ("DROP TABLE measurements", "DROP INDEX ix_jobs_rows", "DROP INDEX ix_jobs_best_evaluation_loss")
     for statement in (*undo, "ALTER TABLE jobs DROP COLUMN level", "ALTER TABLE jobs DROP COLUMN best_evaluation_loss"):

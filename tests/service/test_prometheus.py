@@ -150,7 +150,7 @@ def test_the_rows_of_an_ended_job_are_read_once(world: World, client: TestClient
     assert {key: value for key, value in again.items() if key[0] in job_telemetry.HELP} == {
         key: value for key, value in ended.items() if key[0] in job_telemetry.HELP
     }
-    assert second["statements"] == first["statements"] - 5  # job, attempt, curve, evaluation, checkpoint
+    assert second["statements"] == first["statements"] - 6  # job, attempt, curve, evaluation, checkpoint, export
 
     live, rank = world.start()
     rank.send(step(1), step(2))

@@ -68,6 +68,7 @@ class TrainConfig:
     eval_batches: int
     checkpoint_every: int
     seed: int
+    spec: JobSpec
     not_compiled: str | None = None
     """The reason why blocks are not compiled where the job leaves it open; None where they are."""
 
@@ -132,6 +133,7 @@ def resolve(spec: JobSpec, env: RankEnv, files: Files = ANY_FILE) -> TrainConfig
         eval_batches=training.eval_batches,
         checkpoint_every=training.checkpoint_every,
         seed=training.seed,
+        spec=spec,
         not_compiled=not_compiled,
     )
 

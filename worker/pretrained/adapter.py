@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octet.api_schemas import FamilySpec, ModelSpec
+from octet.api_schemas import ANY_FILE, FamilySpec, Files, ModelSpec
 from octet.api_schemas.training import AdapterSpec
 from octet.worker.fp8.layout import layout_of
 from octet.worker.models.huggingface import build_without_values
@@ -37,11 +37,21 @@ class Trained(NamedTuple):
     b: Tensor
 
 
-def export_adapter(job: Mapping[str, Any], state: Mapping[str, Tensor], folder: Path, dtype: torch.dtype | None) -> None:
-    """Write adapters as peft reads them. dtype: default: in which they were trained. OSError; ValueError if not empty."""
+def export_adapter(
+    job: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    folder: Path,
+    dtype: torch.dtype | None,
+    files: Files = ANY_FILE,
+) -> None:
+    """Write adapters as peft reads them.
+
+    dtype: default: in which they were trained. files: those that may be read. Raises OSError, and ValueError for a folder
+    that is not empty.
+    """
     spec, model = AdapterSpec.model_validate(job["adapter"]), _model(job)
     adapters = trained_adapters(state)
-    kinds = set(_transposed(model, adapters).values())
+    kinds = set(_transposed(model, adapters, files).values())
     if len(kinds) > 1:
         raise ValueError("adapters of nn.Linear and of Conv1D layers are mixed; peft holds one kind. Export with --merge.")
     config = {
@@ -67,18 +77,20 @@ def export_adapter(job: Mapping[str, Any], state: Mapping[str, Tensor], folder: 
         (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def export_merged(job: Mapping[str, Any], state: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
+def export_merged(
+    job: Mapping[str, Any], state: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, allowed: Files = ANY_FILE
+) -> None:
     """Write the model's folder with adapted weights, W + (alpha / rank) · b · a, summed in fp32, everything in `dtype`.
 
-    W are the folder's values, not the level's codes of them. Holds one tensor and a shard at a time. Raises ValueError for a
-    folder whose tensors have other names than the network's.
+    W are the folder's values, not the level's codes of them. Holds one tensor and a shard at a time. allowed: the files that
+    may be read. Raises ValueError for a folder whose tensors have other names than the network's.
     """
     spec, model = AdapterSpec.model_validate(job["adapter"]), _model(job)
     trained = trained_adapters(state)
     adapters = {f"{_their_name(name)}.weight": adapter for name, adapter in trained.items()}
-    transposed = {f"{_their_name(name)}.weight" for name, found in _transposed(model, trained).items() if found}
+    transposed = {f"{_their_name(name)}.weight" for name, found in _transposed(model, trained, allowed).items() if found}
     assert model.files is not None
-    files = PretrainedFiles(Path(model.files))
+    files = PretrainedFiles(Path(model.files), allowed)
     if missing := [name for name in adapters if name not in files]:
         raise ValueError(
             f"{model.files} has no {missing[0]}, which an adapter changes; allowed: a folder with the network's own names. "
@@ -121,10 +133,10 @@ def _their_name(layer: str) -> str:
     return layer.removeprefix("network.")
 
 
-def _transposed(model: FamilySpec, adapters: Mapping[str, Trained]) -> dict[str, bool]:
+def _transposed(model: FamilySpec, adapters: Mapping[str, Trained], files: Files) -> dict[str, bool]:
     """Return, by adapted layer, whether it holds its weight as (K, N), as GPT-2's do."""
     with parameters_on_meta():
-        network = build_without_values(model)
+        network = build_without_values(model, files)
     found = {}
     for name in adapters:
         layout = layout_of(network.get_submodule(name))

@@ -25,6 +25,43 @@ KINDS: Mapping[str, ScaleKind] = {
 }
 """The kind of scale of each strategy."""
 
+LAYOUTS = ("compressed-tensors", "hf-fp8-block")
+ACTIVATIONS = ("none", "dynamic")
+ACTIVATION_MAX = 448.0
+"""The largest E4M3 value, to which servers scale the largest magnitude of activations."""
+
+
+class Fp8Form(NamedTuple):
+    """The form in which FP8 weights are written for a server.
+
+    layout: compressed-tensors, or that of DeepSeek and transformers' `quant_method: fp8`, blocks of 128 × 128 with
+    `weight_scale_inv`. activations: none, so that a server multiplies in 16 bits; dynamic: it scales the inputs of converted
+    layers by token (in the second layout by 128 values of one, and needs multiples of them) and multiplies in FP8.
+    """
+
+    layout: str = "compressed-tensors"
+    activations: str = "none"
+
+    @property
+    def is_of_blocks(self) -> bool:
+        """True for the layout of DeepSeek and transformers."""
+        return self.layout == "hf-fp8-block"
+
+    @property
+    def scale_name(self) -> str:
+        """The name of a weight's scales in its layer."""
+        return "weight_scale_inv" if self.is_of_blocks else "weight_scale"
+
+    def as_served(self, input_TK: Tensor) -> Tensor:
+        """Return the values of a layer's input that a server multiplies with, in the input's dtype."""
+        if self.activations == "none":
+            return input_TK
+        groups = input_TK.float().unflatten(-1, (-1, BLOCK if self.is_of_blocks else input_TK.shape[-1]))
+        scale = groups.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / ACTIVATION_MAX
+        return ((groups / scale).to(E4M3).float() * scale).flatten(-2).to(input_TK.dtype)
+
+
+WEIGHTS_ONLY = Fp8Form()
 PIECE_ELEMENTS = 1 << 22
 """Elements that are decoded at a time, so that temporaries do not grow with the weight."""
 
@@ -71,8 +108,24 @@ def is_power_of_two(scale: Tensor) -> bool:
     return bool((mantissa == 0.5) & ((exponent - 1).abs() <= SCALE_EXPONENT_MAX))
 
 
-def quantization_config(strategy: str, ignored: Collection[str]) -> dict[str, Any]:
-    """Return the block of `config.json`: all linear layers but the `ignored` ones hold codes; inputs are not quantized."""
+def over_blocks(weight: CompressedWeight) -> CompressedWeight:
+    """Repeat the one scale of a weight (N, K) for each of its blocks; the codes stay."""
+    blocks = [-(-size // BLOCK) for size in weight.codes.shape]
+    return CompressedWeight(weight.codes, weight.scale.reshape(1, 1).expand(blocks))
+
+
+def quantization_config(strategy: str, ignored: Collection[str], form: Fp8Form = WEIGHTS_ONLY) -> dict[str, Any]:
+    """Return the block of `config.json`: all linear layers but the `ignored` ones hold codes."""
+    if form.is_of_blocks:
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": form.activations,
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": sorted(ignored),
+        }
+    is_dynamic = form.activations == "dynamic"
+    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
     weights: dict[str, Any] = {
         "num_bits": 8,
         "type": "float",
@@ -90,7 +143,7 @@ def quantization_config(strategy: str, ignored: Collection[str]) -> dict[str, An
             "group_0": {
                 "targets": ["Linear"],
                 "weights": weights,
-                "input_activations": None,
+                "input_activations": inputs if is_dynamic else None,
                 "output_activations": None,
                 "format": "float-quantized",
             }

@@ -13,10 +13,21 @@ from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.recipe import E4M3
 from octet.worker.fp8.weight import is_float8_weight
+from octet.worker.kernels.formats import BLOCK
 from octet.worker.models.wrapped import WrappedModel
 from octet.worker.prepare.export_state_dict import join, plain_tensors, reader_of
 from octet.worker.pretrained import folder as shards
-from octet.worker.pretrained.compressed import KINDS, CompressedWeight, compress, quantization_config
+from octet.worker.pretrained.compressed import (
+    ACTIVATIONS,
+    KINDS,
+    LAYOUTS,
+    WEIGHTS_ONLY,
+    CompressedWeight,
+    Fp8Form,
+    compress,
+    over_blocks,
+    quantization_config,
+)
 from octet.worker.pretrained.folder import MappedValues, ShardWriter, check_new, new_folder
 from octet.worker.pretrained.layouts import Layout, layout_of_model
 
@@ -34,6 +45,7 @@ def export(
     format: str = "bf16",
     strategy: str | None = None,
     plain_dtype: torch.dtype = torch.bfloat16,
+    form: Fp8Form = WEIGHTS_ONLY,
 ) -> Path:
     """Write `config.json` and safetensors that transformers' `from_pretrained` loads; returns the folder.
 
@@ -41,6 +53,7 @@ def export(
     taken where it holds any. format: "bf16" and "fp32" write values, every floating-point tensor in that dtype; "fp8" writes
     the converted layers in the form of compressed-tensors (`compressed.py`), everything else in `plain_dtype`.
     strategy: of FP8 scales: "tensor", "channel" or "block"; by default that in which the level holds or multiplies the weight.
+    form: the layout of FP8 weights, and what a server does with activations.
     Apart from the model this holds one weight in fp32 and one file's tensors (1 GiB) at a time.
     E4M3 codes are written byte for byte with their scale under the default strategy; the rest is quantized from the finest
     values.
@@ -49,11 +62,13 @@ def export(
     """
     folder = Path(folder)
     layout = layout_of_model(model, in_fp8=format == "fp8")
-    _check(model, folder, format, strategy, layout)
+    check_new(folder)
+    check_form(model, format, strategy, form)
     if format == "fp8":
-        strategy = _strategy_of(model) if strategy is None else strategy
-        tensors = _each(_in_fp8(model, strategy, layout), lambda name, tensor: (name, _cast(tensor, name, plain_dtype)))
-        extra = {"dtype": _name(plain_dtype), "quantization_config": quantization_config(strategy, _ignored(model, layout))}
+        strategy = strategy or ("block" if form.is_of_blocks else _strategy_of(model))
+        tensors = _each(_in_fp8(model, strategy, layout, form), lambda name, tensor: (name, _cast(tensor, name, plain_dtype)))
+        quantization = quantization_config(strategy, _ignored(model, layout), form)
+        extra = {"dtype": _name(plain_dtype), "quantization_config": quantization}
     else:
         dtype = PLAIN_DTYPES[format]
         tensors = _each(
@@ -66,11 +81,11 @@ def export(
     return folder
 
 
-def _check(model: nn.Module, folder: Path, format: str, strategy: str | None, layout: Layout) -> None:
-    """Refuse what cannot be written, before anything is."""
+def check_form(model: nn.Module, format: str, strategy: str | None = None, form: Fp8Form = WEIGHTS_ONLY) -> None:
+    """Refuse what cannot be written, before anything is. Raises ValueError."""
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; allowed: {', '.join(FORMATS)}.")
-    check_new(folder)
+    layout = layout_of_model(model, in_fp8=format == "fp8")
     if layout.config is None and not callable(getattr(type(_network(model)), "save_pretrained", None)):
         raise ValueError(
             f"{type(model).__name__} has no form in transformers; allowed: transformers' models and the families gpt and "
@@ -78,55 +93,78 @@ def _check(model: nn.Module, folder: Path, format: str, strategy: str | None, la
         )
     if strategy is not None and (format != "fp8" or strategy not in KINDS):
         raise ValueError(f'strategy is {strategy!r} for {format}; allowed: {", ".join(KINDS)}, with format "fp8" alone.')
+    _check_fp8_form(format, strategy, form)
     if format != "fp8":
         return
-    if not _converted(model):
+    if not converted_layers(model):
         raise ValueError('format "fp8" writes converted layers; the model has none. Initialize it at a level, or use "bf16".')
-    transposed = [name for name in _converted(model) if getattr(model.get_submodule(name), "is_transposed", False)]
+    transposed = [name for name in converted_layers(model) if getattr(model.get_submodule(name), "is_transposed", False)]
     if transposed:
         raise ValueError(
             f"{transposed[0]} and {len(transposed) - 1} more layers are Conv1D, which compressed-tensors does not quantize; "
             'allowed: models of nn.Linear. Use format "bf16".'
         )
+    if form.is_of_blocks:
+        for name in converted_layers(model):
+            num_inputs = model.get_parameter(join(name, "weight")).shape[1]
+            if num_inputs % BLOCK:
+                raise ValueError(
+                    f"{name} has {num_inputs} inputs; allowed with layout {form.layout}: multiples of {BLOCK}, by which "
+                    "servers scale them. Exclude it in precision.exclude, or use layout compressed-tensors."
+                )
 
 
-def _converted(model: nn.Module) -> Collection[str]:
+def _check_fp8_form(format: str, strategy: str | None, form: Fp8Form) -> None:
+    if form.layout not in LAYOUTS or form.activations not in ACTIVATIONS:
+        raise ValueError(f"form is {form}; allowed: layout {', '.join(LAYOUTS)}, activations {', '.join(ACTIVATIONS)}.")
+    if format != "fp8" and form != WEIGHTS_ONLY:
+        raise ValueError(f'form is {form} for {format}; allowed: with format "fp8" alone. Leave it out.')
+    if form.is_of_blocks and (strategy not in (None, "block") or form.activations != "dynamic"):
+        raise ValueError(
+            f"form is {form} with strategy {strategy}; allowed: strategy block and activations dynamic, the only ones that "
+            "the layout has. Change them, or the layout."
+        )
+
+
+def converted_layers(model: nn.Module) -> Collection[str]:
+    """Return the names of the layers that a level has converted."""
     report = getattr(model, "octet_report", None)
     return report.converted if isinstance(report, ConversionReport) else ()
 
 
 def _strategy_of(model: nn.Module) -> str:
     """The strategy that loses nothing: a tensor's where codes are held, else that of the products' weight scales."""
-    layer = model.get_submodule(next(iter(_converted(model))))
+    layer = model.get_submodule(next(iter(converted_layers(model))))
     if not isinstance(layer, Float8Linear) or (layer.encoded is not None and layer.encoded.codes.dtype == E4M3):
         return "tensor"
     return next(strategy for strategy, kind in KINDS.items() if kind is layer.recipe.weight.kind)
 
 
-def _in_fp8(model: nn.Module, strategy: str, layout: Layout) -> Tensors:
+def _in_fp8(model: nn.Module, strategy: str, layout: Layout, form: Fp8Form) -> Tensors:
     """Yield the tensors under the file's names. One weight at a time is decoded."""
-    converted = set(_converted(model))
+    converted = set(converted_layers(model))
     for name, tensor in plain_tensors(model, leave_out={join(name, "weight") for name in converted}):
         yield layout.rename(name), layout.to_file(name, tensor)
-    for name in _converted(model):
-        codes, scale = _compressed(model, name, strategy, layout)
+    for name in converted_layers(model):
+        codes, scale = _compressed(model, name, strategy, layout, form)
         theirs = layout.rename_module(name)
         yield join(theirs, "weight"), codes
-        yield join(theirs, "weight_scale"), scale
+        yield join(theirs, form.scale_name), scale
 
 
-def _compressed(model: nn.Module, name: str, strategy: str, layout: Layout) -> CompressedWeight:
+def _compressed(model: nn.Module, name: str, strategy: str, layout: Layout, form: Fp8Form) -> CompressedWeight:
     weight_name = join(name, "weight")
     weight, reader = model.get_parameter(weight_name), reader_of(model)
-    if is_float8_weight(weight) and weight.codes.dtype == E4M3 and strategy == "tensor":
+    if is_float8_weight(weight) and weight.codes.dtype == E4M3 and (strategy == "tensor" or form.is_of_blocks):
         codes = layout.to_file(weight_name, reader.codes(weight).view(torch.uint8)).view(E4M3)
-        return CompressedWeight(codes, weight.dequant_scale.detach().reshape(1))
+        as_held = CompressedWeight(codes, weight.dequant_scale.detach().reshape(1))
+        return over_blocks(as_held) if form.is_of_blocks else as_held
     return compress(layout.to_file(weight_name, reader.values(weight).float()), strategy)
 
 
 def _ignored(model: nn.Module, layout: Layout) -> list[str]:
     """The file's names of the linear layers that hold no codes."""
-    converted = set(_converted(model))
+    converted = set(converted_layers(model))
     linears = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, HalfLinear, Float8Linear))]
     return [layout.rename_module(name) for name in linears if name not in converted]
 
@@ -141,7 +179,7 @@ def _each(tensors: Tensors, change: Callable[[str, Tensor], tuple[str, Tensor]])
 
 def _cast(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """Values in the wanted dtype. Codes, their scales and whole numbers stay."""
-    is_of_codes = tensor.dtype == E4M3 or name.endswith(".weight_scale")
+    is_of_codes = tensor.dtype == E4M3 or name.endswith((".weight_scale", ".weight_scale_inv"))
     return tensor if is_of_codes or not tensor.is_floating_point() else tensor.to(dtype)
 
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from octet.api_schemas import (
     CheckpointRef,
+    CheckpointReport,
     EvaluationReport,
     EventReport,
     JobSummary,
@@ -39,6 +40,7 @@ from octet.worker.metrics.readback import DeferredValue, Mark
 from octet.worker.metrics.table import Metrics
 from octet.worker.optim.schedule import learning_rate_at, set_learning_rate
 from octet.worker.prepare.blocks import eagerly, is_compiling_fault
+from octet.worker.pretrained.job_export import JobExporter
 from octet.worker.reporting.reporter import Reporter, order_to_stop
 from octet.worker.train import reports as train_reports
 from octet.worker.train.build import JobModel, build
@@ -74,6 +76,8 @@ class Trainer:
     step_times: StepTimes
     log: StepLog
     writer: CheckpointWriter
+    exporter: JobExporter | None = None
+    """On the rank that writes the job's exports."""
     stop: Stopped | None = None
     """Why the run ends after this step, and a checkpoint of it."""
     is_save_due = False
@@ -98,9 +102,12 @@ class Trainer:
         if conflict := check_schedule(training.in_steps(self.num_steps)):
             raise InvalidConfig(str(conflict))
 
-        self.writer = CheckpointWriter(self.folder, mesh.world, self._tell)
+        self.writer = CheckpointWriter(self.folder, mesh.world, self._saved)
         self.job = build(config, mesh, self.writer.copies, self._tell, self.metrics)
         self.model, self.optimizer = self.job.model, self.job.optimizer
+        if config.spec.export is not None and mesh.world.is_first:
+            self.exporter = JobExporter(config, config.spec.export, job_dir, self.source, reporter, self._tell)
+            self.exporter.check(self.model)
 
         self.progress = Progress()
         self.worst_layers = train_reports.WorstLayers()
@@ -121,8 +128,14 @@ class Trainer:
             self._start(checkpoints)
             evaluation = self._take_steps()
             self.progress.check_end(evaluation["loss"])
+            self.writer.finish()
+            if self.exporter is not None:
+                self.exporter.finish(self.progress.step, self.progress.best_saved_step)
             facts, sent_bytes, mean_step_s = self.source.facts, self.mesh.sent_bytes, self.step_times.mean(self.progress)
-            return train_reports.summarize(self.config, self.model, self.progress, evaluation, mean_step_s, facts, sent_bytes)
+            summary = train_reports.summarize(
+                self.config, self.model, self.progress, evaluation, mean_step_s, facts, sent_bytes
+            )
+            return summary.model_copy(update={"mismatch": self.exporter.newest}) if self.exporter is not None else summary
 
     def _start(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
         """Load the newest checkpoint, if there is one, and report where the run begins."""
@@ -138,6 +151,8 @@ class Trainer:
         self._tell(train_reports.started(self.config, self.mesh, self.job, self.progress.step, self.num_steps))
         for _ in range(train_reports.num_demoted(self.model)):
             self.metrics.observe_demotion()
+        if self.exporter is not None:  # an attempt may have ended before it exported one
+            self.exporter.add_all(ref.step for ref in checkpoints if ref.step <= self.progress.step)
         if not self.progress.step:
             for event in train_reports.start_events(self.config, self.job, self.mesh.device):
                 self._tell(event)
@@ -164,6 +179,8 @@ class Trainer:
                     self.save()
             if self.stop is not None and self.progress.step < self.num_steps:
                 self._save_and_stop(self.stop)
+            if self.exporter is not None:
+                self.exporter.export_pending()
         self._report(self.log.flush())
         return evaluation or self.evaluate()
 
@@ -223,6 +240,7 @@ class Trainer:
         means = {name: total / num_targets for name, total in zip(names, sums, strict=True)}
         measured, tokens = {name: train_reports.finite(value) for name, value in means.items()}, int(num_targets)
         self._tell(EvaluationReport(step=self.progress.step, loss=measured.pop("loss"), tokens=tokens, metrics=measured))
+        self.progress.evaluated = means | {"step": self.progress.step}
         return means
 
     def save(self) -> None:
@@ -231,10 +249,17 @@ class Trainer:
         The thread that writes waits for the device.
         """
         self._report(self.log.read_saved())
+        self.progress.note_saved()
         progress = SavedProgress(self.progress, self.step_times, self.log.begin_save(), self.num_steps)
         state = state_of_run(self.job, self.config, self.mesh, progress)
         self.writer.start(self.progress.step, state, DeferredValue(progress.last_loss))
         self.is_save_due, self.saved_step, self.saved_at = False, self.progress.step, time.monotonic()
+
+    def _saved(self, checkpoint: CheckpointReport) -> None:
+        """Report a complete checkpoint, which may be exported after this step."""
+        self._tell(checkpoint)
+        if self.exporter is not None:
+            self.exporter.add_all([checkpoint.step])
 
     def _is_time_to_save(self) -> bool:
         minutes = self.config.training.checkpoint_every_minutes

@@ -65,6 +65,11 @@ class Progress:
     host_memory_bytes: int = 0
     first_loss: float | None = None
     num_diverging: int = 0
+    evaluated: dict[str, float] = field(default_factory=dict)
+    """The last evaluation by name, and its `step`."""
+    best_loss: float | None = None
+    best_saved_step: int | None = None
+    """The checkpoint with the lowest evaluation loss, and that loss."""
 
     @property
     def last_loss(self) -> float | None:
@@ -101,6 +106,12 @@ class Progress:
         if self.num_diverging >= STOP_AFTER_STEPS:
             raise Diverged(self._explain(step, loss))
         return self._explain(step, loss) if self.num_diverging == WARN_AFTER_STEPS else None
+
+    def note_saved(self) -> None:
+        """Take that a checkpoint of this step begins, which the last evaluation may be of."""
+        loss = self.evaluated.get("loss", math.nan)
+        if self.evaluated.get("step") == self.step and (loss < self.best_loss if self.best_loss is not None else loss == loss):
+            self.best_loss, self.best_saved_step = loss, self.step
 
     def check_end(self, evaluation_loss: float) -> None:
         """Raise Diverged if the evaluation loss after the last step is still far above the first training loss."""

@@ -13,7 +13,7 @@ from octet.worker.checkpoint import load_folder
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.mesh import Mesh
 from octet.worker.optim import LowBitLion, LowBitSGD, build_optimizer
-from octet.worker.pretrained.__main__ import averaged, trained
+from octet.worker.pretrained.from_checkpoint import averaged, trained
 from octet.worker.train.loop import Trainer
 from tests.kit.training import Recorder
 

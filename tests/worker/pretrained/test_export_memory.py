@@ -22,7 +22,7 @@ from octet.worker.optim.schedule import parameter_groups
 from octet.worker.prepare.initialize import prepare
 from octet.worker.pretrained import folder as shards
 from octet.worker.pretrained.__main__ import export_model
-from octet.worker.pretrained.__main__ import trained as of_checkpoint
+from octet.worker.pretrained.from_checkpoint import trained as of_checkpoint
 from tests.kit.pretrained_models import from_pretrained, our_llama, their_llama, trained
 from tests.kit.training import train, with_training
 from tests.numerics.measure import peak_bytes

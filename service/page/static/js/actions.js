@@ -162,11 +162,16 @@ export function copy(title, text) {
   return h("section", {}, h("div", { class: "titled" }, h("h3", {}, title), button), block);
 }
 
-/** List a checkpoint's files for download. @param {import("octet-types").Checkpoint} checkpoint */
-export async function openFiles({ job_id, id, step }) {
+/**
+ * List the files of a checkpoint or an export for download; of an export, also all in one.
+ * @param {import("octet-types").Checkpoint | import("octet-types").Export} saved
+ */
+export async function openFiles(saved) {
+  const { job_id, id, step } = saved;
   const list = h("ul", { class: "files" }, h("li", {}, "Loading…"));
   open(`Files of step ${step}`, list);
-  const path = `/v1/jobs/${job_id}/checkpoints/${id}/files`;
+  const folder = `/v1/jobs/${job_id}/${saved.object}s/${id}`;
+  const path = `${folder}/files`;
   try {
     const { data } = await ask(path);
     fill(
@@ -174,6 +179,7 @@ export async function openFiles({ job_id, id, step }) {
       data.map((/** @type {{path: string, num_bytes: number}} */ file) =>
         h("li", {}, fileLink(`${path}/${file.path}`, file.path), ` ${bytes(file.num_bytes)}`),
       ),
+      "name" in saved ? h("li", {}, fileLink(`${folder}/archive`, `${saved.name}.tar`), " all of them") : "",
     );
   } catch (error) {
     fill(list, problem(error));

@@ -1,4 +1,4 @@
-/** The lower parts of a job's page: memory, FP8 health, the timeline, logs, checkpoints. Each fails alone. */
+/** The lower parts of a job's page: memory, FP8 health, the timeline, logs, exports, checkpoints. Each fails alone. */
 
 import { openFiles } from "../actions.js";
 import { stacks } from "../chart/stack.js";
@@ -22,11 +22,15 @@ export function parts(shown, { memory, rest, query }) {
   const health = panel("FP8 health");
   const timeline = new Timeline(shown);
   const logs = new Logs(shown, query);
-  const checkpoints = panel("Checkpoints");
+  const [checkpoints, exports] = [panel("Checkpoints"), panel("Exports")];
   health.hidden = true;
-  rest.append(health, h("div", { class: "halves" }, timeline.element, logs.element), checkpoints);
-  const saved = new Checkpoints(checkpoints, shown);
-  return [{ draw: () => drawMemory(memory, shown) }, { draw: () => drawHealth(health, shown) }, timeline, logs, saved];
+  rest.append(health, h("div", { class: "halves" }, timeline.element, logs.element), exports, checkpoints);
+  const { id } = shown;
+  const saved = [
+    new Saved(exports, shown, "Exports", { event: "job.exported", read: (signal) => exportsOf(id, signal) }),
+    new Saved(checkpoints, shown, "Checkpoints", { event: "checkpoint", read: (signal) => checkpointsOf(id, signal) }),
+  ];
+  return [{ draw: () => drawMemory(memory, shown) }, { draw: () => drawHealth(health, shown) }, timeline, logs, ...saved];
 }
 
 /** @param {HTMLElement} side @param {Shown} shown */
@@ -121,13 +125,19 @@ export function grid(label, columns, rows, figures) {
   );
 }
 
-/** The complete checkpoints. They are read again when an event says that there is another. */
-class Checkpoints {
-  /** @param {HTMLElement} element @param {Shown} shown */
-  constructor(element, shown) {
+/** A list of what the job has saved. It is read again when an event says that there is another. */
+class Saved {
+  /**
+   * @param {HTMLElement} element @param {Shown} shown @param {string} title
+   * @param {{event: string, read: (signal: AbortSignal) => Promise<HTMLElement[]>}} list
+   */
+  constructor(element, shown, title, { event, read }) {
     this.element = element;
     this.shown = shown;
-    this.#read();
+    this.title = title;
+    this.event = event;
+    this.read = read;
+    this.#show();
   }
 
   draw() {}
@@ -137,47 +147,68 @@ class Checkpoints {
     if (
       messages.some(
         ({ kind, data }) =>
-          kind === "event" && data.some((/** @type {{type: string}} */ { type }) => type.startsWith("checkpoint")),
+          kind === "event" && data.some((/** @type {{type: string}} */ { type }) => type.startsWith(this.event)),
       )
     )
-      this.#read();
+      this.#show();
   }
 
-  async #read() {
-    const { id, signal } = this.shown;
+  async #show() {
+    const { signal } = this.shown;
     try {
-      /** @type {import("octet-types").Checkpoint[]} */
-      const items = await all(`/v1/jobs/${id}/checkpoints`, signal);
-      const rows = items
-        .reverse()
-        .map((item) => [
-          count(item.step),
-          number(item.loss),
-          bytes(item.num_bytes),
-          clock(item.created_at),
-          h("code", {}, item.id),
-          h("button", { type: "button", class: "plain", onclick: () => openFiles(item) }, "Download…"),
-        ]);
-      const none = h(
-        "p",
-        { class: "muted" },
-        "None yet. One is written every ",
-        h("code", {}, "training.checkpoint_every_minutes"),
-        ".",
-      );
-      const fetching = h(
-        "p",
-        { class: "muted" },
-        "All files of one, each checked: ",
-        h("code", {}, `octet download ${id} --checkpoint …`),
-      );
-      fill(
-        this.element,
-        h("h2", {}, "Checkpoints"),
-        items.length ? [grid("Checkpoints", ["Step", "Loss", "Size", "Written", "Id", "Files"], rows, 9), fetching] : none,
-      );
+      const children = await this.read(signal);
+      this.element.hidden = children.length === 0;
+      fill(this.element, h("h2", {}, this.title), children);
     } catch (error) {
-      if (!signal.aborted) fill(this.element, h("h2", {}, "Checkpoints"), problem(error));
+      if (!signal.aborted) fill(this.element, h("h2", {}, this.title), problem(error));
     }
   }
 }
+
+/** @param {import("octet-types").Checkpoint | import("octet-types").Export} item */
+const filesOf = (item) => h("button", { type: "button", class: "plain", onclick: () => openFiles(item) }, "Download…");
+
+/** @param {string} id @param {AbortSignal} signal */
+async function checkpointsOf(id, signal) {
+  /** @type {import("octet-types").Checkpoint[]} */
+  const items = await all(`/v1/jobs/${id}/checkpoints`, signal);
+  if (!items.length) return [muted("None yet. One is written every ", h("code", {}, "training.checkpoint_every_minutes"), ".")];
+  const rows = items
+    .reverse()
+    .map((item) => [
+      count(item.step),
+      number(item.loss),
+      bytes(item.num_bytes),
+      clock(item.created_at),
+      h("code", {}, item.id),
+      filesOf(item),
+    ]);
+  const fetching = muted("All files of one, each checked: ", h("code", {}, `octet download ${id} --checkpoint …`));
+  return [grid("Checkpoints", ["Step", "Loss", "Size", "Written", "Id", "Files"], rows, 9), fetching];
+}
+
+/** @param {string} id @param {AbortSignal} signal */
+async function exportsOf(id, signal) {
+  /** @type {import("octet-types").Export[]} */
+  const items = await all(`/v1/jobs/${id}/exports`, signal);
+  if (!items.length) return [];
+  const rows = items.reverse().map((item) => {
+    const found = item.mismatch?.evaluation;
+    const distance = found ? [found.kl_divergence.toPrecision(3), percent(found.top1_agreement)] : ["–", "–"];
+    return [
+      count(item.step),
+      h("code", {}, item.name),
+      bytes(item.num_bytes),
+      clock(item.created_at),
+      ...distance,
+      filesOf(item),
+    ];
+  });
+  const meaning = muted(
+    "KL: of the trainer's evaluation from the files as a server computes them, nats per token, held-out tokens.",
+  );
+  return [grid("Exports", ["Step", "Name", "Size", "Written", "KL", "Same top", "Files"], rows, 9), meaning];
+}
+
+/** @param {...(string | HTMLElement)} children */
+const muted = (...children) => h("p", { class: "muted" }, ...children);

@@ -1,0 +1,103 @@
+"""Rules of what a rank can write as an export."""
+
+from octet.api_schemas.models import families_with
+from octet.api_schemas.rules.options import ADAPTED
+from octet.api_schemas.rules.precision import levels_where
+from octet.api_schemas.rules.rule import Rule, below, differs, equals, none_of
+
+FORMAT, LAYOUT, ACTIVATIONS, WHEN = "export.format", "export.layout", "export.activations", "export.when"
+LIMIT = "export.max_kl_divergence"
+_NOT_CONVERTING = levels_where(lambda level: level.gemm == "fp32")
+
+EXPORT = below(
+    (
+        Rule(
+            "export",
+            must=none_of("model.family", *families_with("users_code")),
+            got="export with model.family {model.family}",
+            allowed="none with this family",
+            why="its code is the user's, and transformers has no form for it",
+            change="Remove export, and read the checkpoint's tensors.safetensors.",
+        ),
+        *below(
+            (
+                Rule(
+                    FORMAT,
+                    must=none_of("precision.level", *_NOT_CONVERTING),
+                    allowed="bf16 or fp32 at level {precision.level}",
+                    why="it converts no layer to be written as codes",
+                    change="Change export.format, or choose another precision.level, such as O2.",
+                ),
+                Rule(
+                    FORMAT,
+                    must=equals("adapter", None),
+                    allowed="bf16 or fp32 with adapter",
+                    why="adapters are small, and merged weights are the folder's own, not codes",
+                    change="Change export.format.",
+                ),
+                Rule(
+                    ACTIVATIONS,
+                    when=(equals(LAYOUT, "hf-fp8-block"),),
+                    must=equals(ACTIVATIONS, "dynamic"),
+                    allowed="dynamic with layout hf-fp8-block",
+                    why="servers of this layout always multiply in FP8",
+                    change="Set export.activations to dynamic, or remove export.layout.",
+                ),
+            ),
+            equals(FORMAT, "fp8"),
+        ),
+        *(
+            Rule(
+                field,
+                when=(differs(FORMAT, "fp8"),),
+                must=equals(field, default),
+                allowed=f"{default} with format {{export.format}}",
+                why="it says how FP8 weights are written and used",
+                change=f"Remove {field}, or set export.format to fp8.",
+            )
+            for field, default in ((LAYOUT, "compressed-tensors"), (ACTIVATIONS, "none"))
+        ),
+        Rule(
+            "export.merge",
+            when=(equals("adapter", None),),
+            must=equals("export.merge", False),
+            allowed="false without adapter",
+            change="Remove export.merge.",
+        ),
+        Rule(
+            LIMIT,
+            when=(ADAPTED,),
+            must=equals(LIMIT, None),
+            allowed="none with adapter",
+            why="exports of adapters are written without a comparison",
+            change="Remove export.max_kl_divergence.",
+        ),
+        Rule(
+            LIMIT,
+            when=(equals("export.compared_tokens", 0),),
+            must=equals(LIMIT, None),
+            allowed="none with compared_tokens 0",
+            why="nothing is compared then",
+            change="Remove export.max_kl_divergence, or export.compared_tokens.",
+        ),
+        Rule(
+            "training.eval_every",
+            when=(equals(WHEN, "best"),),
+            must=differs("training.eval_every", 0),
+            got="0 with export.when best",
+            allowed="at least 1",
+            why="the best checkpoint is that with the lowest evaluation loss",
+            change="Set training.eval_every to checkpoint_every, or export.when to end.",
+        ),
+        Rule(
+            "training.keep.best",
+            when=(equals(WHEN, "best"),),
+            must=differs("training.keep.best", 0),
+            got="0 with export.when best",
+            allowed="at least 1",
+            why="the best checkpoint has to stay until the end",
+            change="Remove training.keep.best, or set export.when to end.",
+        ),
+    ),
+    differs("export", None),
+)

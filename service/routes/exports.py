@@ -1,0 +1,97 @@
+"""The exports of a job: their list, and the files of each, one by one or as an archive."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query
+from fastapi.responses import FileResponse, StreamingResponse
+
+from octet.api_schemas import CheckpointFile, Export, Page
+from octet.service import store
+from octet.service.db.tables import ExportRow
+from octet.service.deps import AppContext, AppContextDep, JobIdDep, VisibleTenantDep
+from octet.service.errors import NotFound
+from octet.service.http.pages import LimitQuery, page_of
+from octet.service.http.problems import Answers, answers
+from octet.service.jobs import checkpoint_files, views
+
+router = APIRouter(prefix="/v1/jobs/{job_id}/exports", tags=["records"])
+
+ExportName = Annotated[str, Path(max_length=64, description="the export's id, or its name")]
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_FILE: Answers = {200: {"content": {"application/octet-stream": _BINARY}}}
+_ARCHIVE: Answers = {200: {"content": {"application/x-tar": _BINARY}}}
+
+
+@router.get("", operation_id="list_exports", responses=answers(404, 422))
+def list_exports(
+    job_id: JobIdDep,
+    context: AppContextDep,
+    tenant: VisibleTenantDep,
+    limit: LimitQuery = 100,
+    after: Annotated[str | None, Query(max_length=64, description="last_id of the page before")] = None,
+) -> Page[Export]:
+    """Complete exports, in the order of their steps, each with its mismatch card."""
+    _require_job(context, job_id, tenant)
+    with context.database.read() as session:
+        found = [views.record(Export, row) for row in store.records.exports_of(session, job_id)]
+    if after is not None:
+        ids = [export.id for export in found]
+        if after not in ids:
+            raise NotFound(f"job {job_id} has no export {after!r}; its list of exports has their ids")
+        found = found[ids.index(after) + 1 :]
+    return page_of(found, limit, lambda export: export.id)
+
+
+@router.get("/{name}/files", operation_id="list_export_files", responses=answers(404, 422))
+def list_files(job_id: JobIdDep, name: ExportName, context: AppContextDep, tenant: VisibleTenantDep) -> Page[CheckpointFile]:
+    """All files of an export, each with its SHA-256. 404 where the server cannot read them."""
+    files = checkpoint_files.files_of(context.settings, _export(context, job_id, name, tenant))
+    return page_of(files, len(files), lambda file: file.path)
+
+
+@router.get(
+    "/{name}/files/{path:path}",
+    operation_id="get_export_file",
+    response_class=FileResponse,
+    responses=answers(404, 422) | _FILE,
+)
+def get_file(
+    job_id: JobIdDep,
+    name: ExportName,
+    path: Annotated[str, Path(max_length=1024)],
+    context: AppContextDep,
+    tenant: VisibleTenantDep,
+) -> FileResponse:
+    """The content of a file that the list has."""
+    place = checkpoint_files.path_of(context.settings, _export(context, job_id, name, tenant), path)
+    return FileResponse(place, media_type="application/octet-stream")
+
+
+@router.get(
+    "/{name}/archive",
+    operation_id="get_export_archive",
+    response_class=StreamingResponse,
+    responses=answers(404, 422) | _ARCHIVE,
+)
+def get_archive(job_id: JobIdDep, name: ExportName, context: AppContextDep, tenant: VisibleTenantDep) -> StreamingResponse:
+    """All files of an export as one tar archive, which is made while it is sent."""
+    row = _export(context, job_id, name, tenant)
+    archive = checkpoint_files.archive_of(context.settings, row)
+    headers = {"Content-Length": str(archive.num_bytes), "Content-Disposition": f'attachment; filename="{row.name}.tar"'}
+    return StreamingResponse(archive.content, media_type="application/x-tar", headers=headers)
+
+
+def _export(context: AppContext, job_id: str, name: str, tenant: str | None) -> ExportRow:
+    _require_job(context, job_id, tenant)
+    with context.database.read() as session:
+        row = store.records.find_export(session, job_id, name) if name.isascii() and name.isprintable() else None
+        if row is None:
+            raise NotFound(f"job {job_id} has no export {name!r}; its list of exports has their ids")
+        session.expunge(row)
+        return row
+
+
+def _require_job(context: AppContext, job_id: str, tenant: str | None) -> None:
+    with context.database.read() as session:
+        if store.jobs.find_job(session, job_id, tenant) is None:
+            raise NotFound(f"there is no job {job_id}")

@@ -1,0 +1,46 @@
+"""The exports that a job cannot have are refused at submission, with what to change."""
+
+from typing import Any
+
+import pytest
+
+from octet.api_schemas import ExportSpec, JobSpec
+from tests.api_schemas.test_job_spec import EXAMPLE, refused
+
+TRAINING = EXAMPLE["training"]
+
+
+def with_export(export: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return EXAMPLE | {"precision": {"level": "O3"}, "export": export} | changes
+
+
+@pytest.mark.parametrize(
+    ("export", "changes", "field", "allowed"),
+    [
+        ({}, {"model": {"entrypoint": "a.b:c"}}, "export", "none with this family"),
+        ({"format": "fp8"}, {"precision": {"level": "fp32"}}, "export.format", "bf16 or fp32 at level fp32"),
+        ({"format": "fp8"}, {"adapter": {}, "model": {"path": "/m"}}, "export.format", "bf16 or fp32 with adapter"),
+        ({"format": "fp8", "layout": "hf-fp8-block"}, {}, "export.activations", "dynamic with layout hf-fp8-block"),
+        ({"layout": "hf-fp8-block"}, {}, "export.layout", "compressed-tensors with format bf16"),
+        ({"activations": "dynamic"}, {}, "export.activations", "none with format bf16"),
+        ({"merge": True}, {}, "export.merge", "false without adapter"),
+        ({"max_kl_divergence": 1}, {"adapter": {}, "model": {"path": "/m"}}, "export.max_kl_divergence", "none with adapter"),
+        ({"max_kl_divergence": 1, "compared_tokens": 0}, {}, "export.max_kl_divergence", "none with compared_tokens 0"),
+        ({"when": "best"}, {"training": TRAINING | {"eval_every": 0}}, "training.eval_every", "at least 1"),
+        ({"when": "best"}, {"training": TRAINING | {"eval_every": 1, "keep": {"best": 0}}}, "training.keep.best", "at least 1"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_exported_is_refused(export: dict[str, Any], changes: dict[str, Any], field: str, allowed: str) -> None:
+    violation = refused(lambda document: document.update(with_export(export, **changes)))
+    assert (violation.field, violation.allowed.partition(": ")[0]) == (field, allowed)
+    assert violation.message
+
+
+def test_names_of_forms_differ() -> None:
+    """Exports of one step in several forms lie next to one another."""
+    forms: list[dict[str, Any]] = [{"format": format} for format in ("fp8", "bf16", "fp32")]
+    forms += [{"format": "fp8", "activations": "dynamic"}, {"merge": True}]
+    forms.append({"format": "fp8", "activations": "dynamic", "layout": "hf-fp8-block"})
+    assert len({ExportSpec.model_validate(form).label for form in forms}) == len(forms)
+    assert JobSpec.model_validate(with_export(forms[-1])).export == ExportSpec.model_validate(forms[-1])

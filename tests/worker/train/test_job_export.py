@@ -1,0 +1,336 @@
+"""A job's exports: stock transformers loads them, their card is true, and a kill leaves one of each."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from octet.api_schemas import CheckpointRef, EventReport, ExportReport, Files, JobSpec
+from octet.worker.checkpoint import load_folder
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.common.errors import Cancelled, Fenced, InvalidConfig
+from octet.worker.data import open_source
+from octet.worker.data.tokens import write_shards
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.mesh import Mesh
+from octet.worker.pretrained import job_export
+from octet.worker.pretrained.from_checkpoint import trained
+from octet.worker.train.loop import Trainer
+from tests.kit.chat import VOCAB_SIZE, save_tokenizer
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
+from tests.kit.text import text
+from tests.kit.training import Recorder, train, with_training
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": VOCAB_SIZE}
+LLAMA = {
+    "family": "llama",
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "max_sequence_length": 64,
+    **SIZES,
+}
+QWEN3: dict[str, Any] = {
+    "family": "huggingface",
+    "architecture": "qwen3",
+    "config": {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 64,
+        **SIZES,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    tokens = save_tokenizer(folder / "tokenizer")(text(300))["input_ids"]
+    write_shards(folder / "shards", VOCAB_SIZE, [tokens[:-1000]], [tokens[-1000:]])
+    return folder / "shards"
+
+
+@pytest.fixture
+def document(shards: Path) -> dict[str, Any]:
+    training = {"steps": 4, "global_batch_size": 4, "sequence_length": 32, "eval_every": 2, "checkpoint_every": 2}
+    return {
+        "name": "exported",
+        "model": LLAMA,
+        "data": {"source": "tokens", "path": str(shards)},
+        "training": training | {"eval_batches": 2, "optimizer": {"learning_rate": 1e-2}},
+        "export": {"format": "fp8"},
+    }
+
+
+def at_level(document: dict[str, Any], level: str, **export: Any) -> dict[str, Any]:
+    return with_training(document, level) | {"export": {"format": "fp8"} | export}
+
+
+def their_logits(folder: Path, document: dict[str, Any]) -> torch.Tensor:
+    """The logits of stock transformers, with compressed-tensors, on the samples that the card is of."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return torch.cat([model(batch["tokens"]).logits[0] for batch in held_out(document)])
+
+
+def held_out(document: dict[str, Any]) -> list[Any]:
+    spec = JobSpec.model_validate(document)
+    source = open_source(spec.data, spec.training.sequence_length, seed=0)
+    number = spec.training.eval_batches * spec.training.global_batch_size
+    return list(source.evaluation_batches(1, number, 0, 1))
+
+
+def trained_model(job_dir: Path, step: int) -> torch.nn.Module:
+    return trained(load_folder(job_dir / "checkpoints" / f"step_{step:010}")).eval()
+
+
+@pytest.mark.parametrize(
+    ("model", "level", "activations"),
+    [
+        (LLAMA, "O3", "none"),
+        (QWEN3, "O2", "dynamic"),
+        *(
+            pytest.param(model, level, activations, marks=pytest.mark.matrix)
+            for model, level, activations in ((QWEN3, "O3", "dynamic"), (LLAMA, "O2", "none"), (QWEN3, "te", "none"))
+        ),
+    ],
+    ids=["llama-O3", "qwen3-O2-dynamic", "qwen3-O3-dynamic", "llama-O2", "qwen3-te"],
+)
+def test_transformers_computes_what_the_card_says(
+    document: dict[str, Any], model: dict[str, Any], level: str, activations: str, tmp_path: Path
+) -> None:
+    document = at_level(document, level, activations=activations) | {"model": model}
+    recorder, summary = train(document, tmp_path)
+    [report] = recorder.of(ExportReport)
+    card = report.mismatch
+    assert (report.name, summary.mismatch) == (f"step_0000000004_fp8{'-dynamic' * (activations == 'dynamic')}", card)
+    folder = tmp_path / "exports" / report.name
+    ours = trained_model(tmp_path, 4)
+    with torch.no_grad():
+        expected = torch.cat([ours(batch["tokens"])[0] for batch in held_out(document)]).double()
+    found = their_logits(folder, document).double()
+    log_p, log_q = expected.log_softmax(-1), found.log_softmax(-1)
+    kl_divergence = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+    assert card.num_tokens == len(found) == 2 * 4 * 32
+    assert card.evaluation.kl_divergence == pytest.approx(kl_divergence, rel=0.001)
+    assert card.evaluation.largest_logit_difference == pytest.approx(float((expected - found).abs().max()), rel=0.001)
+    agreement = float((expected.argmax(-1) == found.argmax(-1)).double().mean())
+    assert card.evaluation.top1_agreement == pytest.approx(agreement, abs=0.01)
+    assert 0 < card.evaluation.kl_divergence < 0.01
+    assert (card.weights.kl_divergence == 0) == (level == "O3")
+    assert f"{card.evaluation.kl_divergence:.3g}" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "export", [{}, {"activations": "dynamic"}, {"layout": "hf-fp8-block", "activations": "dynamic"}], ids=str
+)
+def test_codes_of_o3_are_written_byte_for_byte(document: dict[str, Any], export: dict[str, Any], tmp_path: Path) -> None:
+    recorder, _ = train(at_level(document, "O3", **export), tmp_path)
+    [report] = recorder.of(ExportReport)
+    weights = report.mismatch.weights
+    assert (weights.kl_divergence, weights.top1_agreement, weights.largest_logit_difference) == (0.0, 1.0, 0.0)
+    model, folder = trained_model(tmp_path, 4), tmp_path / "exports" / report.name
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        for ours, theirs in (("attention.query", "self_attn.q_proj"), ("mlp.down", "mlp.down_proj")):
+            layer = model.get_submodule(f"blocks.1.{ours}")
+            assert isinstance(layer, Float8Linear)
+            codes = file.get_tensor(f"model.layers.1.{theirs}.weight")
+            assert torch.equal(codes.view(torch.uint8), layer.weight.codes.view(torch.uint8))
+            name = "weight_scale_inv" if "layout" in export else "weight_scale"
+            scale = file.get_tensor(f"model.layers.1.{theirs}.{name}")
+            assert torch.equal(scale, layer.weight.dequant_scale.expand(scale.shape))
+            if "layout" in export:
+                assert scale.shape == tuple(-(-size // 128) for size in codes.shape)
+    if "layout" in export:
+        assert (config["quant_method"], config["weight_block_size"], config["activation_scheme"]) == (
+            "fp8",
+            [128, 128],
+            "dynamic",
+        )
+    else:
+        inputs = config["config_groups"]["group_0"]["input_activations"]
+        assert (inputs is not None and inputs["dynamic"]) == bool(export)
+
+
+def test_each_checkpoint_and_the_best_one(document: dict[str, Any], tmp_path: Path) -> None:
+    recorder, _ = train(at_level(document, "O2", when="every_checkpoint"), tmp_path / "every")
+    assert [report.step for report in recorder.of(ExportReport)] == [2, 4]
+    rates = {"optimizer": {"learning_rate": 0.1}, "schedule": {"warmup_steps": 3}}
+    diverging = with_training(at_level(document, "O2", when="best"), "O2", **rates)
+    recorder, _ = train(diverging, tmp_path / "best")
+    losses = {report.step: report.loss for report in recorder.reports if report.kind == "evaluation"}
+    assert losses[2] < losses[4], "the test is of a run that gets worse"
+    assert [report.step for report in recorder.of(ExportReport)] == [2]
+
+
+def test_training_does_not_change(document: dict[str, Any], tmp_path: Path) -> None:
+    """An export builds networks and evaluates in between; the losses are those of a run without, bit for bit."""
+    with_exports, _ = train(at_level(document, "O3", when="every_checkpoint"), tmp_path / "with")
+    without, _ = train(at_level(document, "O3") | {"export": None}, tmp_path / "without")
+    assert with_exports.losses() == without.losses()
+
+
+def test_a_kill_between_write_and_report_leaves_one_export(
+    document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    class Dying(Recorder):
+        def send(self, body: Any, at: object = None) -> None:
+            if isinstance(body, ExportReport):
+                raise Killed
+            super().send(body)
+
+    document, dying = at_level(document, "O3"), Dying()
+    with pytest.raises(Killed):
+        train(document, tmp_path, recorder=dying)
+    [folder] = (tmp_path / "exports").iterdir()
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    monkeypatch.setattr(job_export, "export", lambda *_, **__: pytest.fail("it was written again"))
+    recorder, summary = train(document, tmp_path, dying.checkpoints())
+    [report] = recorder.of(ExportReport)
+    assert (report.name, summary.mismatch) == (folder.name, report.mismatch)
+    assert list((tmp_path / "exports").iterdir()) == [folder]
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
+
+
+def test_a_stopped_run_exports_its_checkpoint_when_it_resumes(document: dict[str, Any], tmp_path: Path) -> None:
+    """And what an attempt left half-written is gone."""
+    document = at_level(document, "O2", when="every_checkpoint")
+    stopped = Recorder(stop_after_step=3, stop=lambda why: Cancelled(why, saves=True))
+    with pytest.raises(Cancelled):
+        train(document, tmp_path, recorder=stopped)
+    half = tmp_path / "exports" / ".unfinished_step_0000000003_fp8"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"half")
+    recorder, _ = train(document, tmp_path, stopped.checkpoints())
+    assert [report.step for report in recorder.of(ExportReport)] == [2, 3, 4]
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == [f"step_000000000{step}_fp8" for step in (2, 3, 4)]
+
+
+def test_an_attempt_that_another_has_replaced_writes_no_export(document: dict[str, Any], tmp_path: Path) -> None:
+    """The order arrives while it compares what it has written."""
+    fenced = Recorder(stop_after_step=7, stop=Fenced)
+    with pytest.raises(Fenced):
+        train(at_level(document, "O3"), tmp_path, recorder=fenced)
+    assert len(fenced.losses()) == 4
+    assert (fenced.of(ExportReport), list((tmp_path / "exports").iterdir())) == ([], [])
+
+
+def test_an_export_that_is_too_far_is_not_kept_and_the_job_succeeds(document: dict[str, Any], tmp_path: Path) -> None:
+    recorder, summary = train(at_level(document, "O3", max_kl_divergence=1e-9), tmp_path)
+    [event] = [event for event in recorder.of(EventReport) if event.type == "export.failed"]
+    assert "allowed: at most 1e-09, export.max_kl_divergence" in event.message
+    assert (recorder.of(ExportReport), summary.steps, summary.mismatch) == ([], 4, None)
+    assert list((tmp_path / "exports").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("export", "sizes", "message"),
+    [
+        ({}, {"architecture": "gpt2", "config": {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 64}}, "Conv1D"),
+        (
+            {"layout": "hf-fp8-block", "activations": "dynamic"},
+            QWEN3 | {"config": {**QWEN3["config"], "intermediate_size": 192}},
+            "down_proj has 192 inputs; .* multiples of 128",
+        ),
+    ],
+    ids=["Conv1D", "192 inputs"],
+)
+def test_what_cannot_be_written_is_refused_before_the_first_step(
+    document: dict[str, Any], export: dict[str, Any], sizes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = {**sizes, "family": "huggingface", "config": {**sizes["config"], "vocab_size": VOCAB_SIZE}}
+    recorder = Recorder()
+    with pytest.raises(InvalidConfig, match=f"export: .*{message}"):
+        train(at_level(document, "O2", **export) | {"model": model}, tmp_path, recorder=recorder)
+    assert recorder.losses() == []
+
+
+def test_what_the_base_has_besides_weights_goes_with_it(document: dict[str, Any], tmp_path: Path) -> None:
+    """Fine-tuned whole, as adapters, and merged."""
+    recorder, _ = train(at_level(document, "O2", format="fp32"), tmp_path / "base")
+    base = tmp_path / "base" / "exports" / recorder.of(ExportReport)[0].name
+    save_tokenizer(base)
+    (base / "generation_config.json").write_text('{"temperature": 0.5}')
+    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\nA card.\n")
+    document = document | {"model": {"path": str(base)}}
+    whole, _ = train(at_level(document, "O3"), tmp_path / "whole")
+    adapted = document | {"adapter": {"rank": 4, "targets": ["q_proj"]}, "precision": {"level": "O3"}}
+    adapters, _ = train(adapted | {"export": {"format": "bf16"}}, tmp_path / "adapters")
+    merged, _ = train(adapted | {"export": {"format": "bf16", "merge": True}}, tmp_path / "merged")
+    for name, found in (("whole", whole), ("adapters", adapters), ("merged", merged)):
+        [report] = found.of(ExportReport)
+        folder = tmp_path / name / "exports" / report.name
+        assert (report.mismatch is None) == (name != "whole")
+        assert json.loads((folder / "generation_config.json").read_text()) == {"temperature": 0.5}
+        assert (folder / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+        card = (folder / "README.md").read_text()
+        assert "license: apache-2.0" in card
+        assert f"It began from {base.name}" in card
+        assert (folder / "adapter_model.safetensors").exists() == (name == "adapters")
+
+
+def test_data_roots_close_what_lies_outside(document: dict[str, Any], tmp_path: Path) -> None:
+    """A link in the base's folder does not bring a file of the server into the export."""
+    recorder, _ = train(at_level(document, "O2", format="fp32"), tmp_path / "base")
+    inside = tmp_path / "roots" / "model"
+    shutil.copytree(tmp_path / "base" / "exports" / recorder.of(ExportReport)[0].name, inside)
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (inside / "generation_config.json").symlink_to(secret)
+    spec = JobSpec.model_validate(at_level(document, "O2") | {"model": {"path": str(inside)}})
+    files = Files.below((tmp_path / "roots", Path(document["data"]["path"])))
+    config, recorder = resolve(spec, RankEnv(), files), Recorder()
+    with Mesh(config.env, torch.device("cpu")) as mesh:
+        Trainer(config, mesh, recorder, tmp_path / "job").run()
+    [event] = [event for event in recorder.of(EventReport) if event.type == "export.failed"]
+    assert "data roots" in event.message
+    assert list((tmp_path / "job" / "exports").iterdir()) == []
+
+
+def run_rank(rank: int, document: dict[str, Any], job_dir: str, port: int) -> None:
+    torch.set_num_threads(1)
+    spec = JobSpec.model_validate(document)
+    config, recorder = resolve(spec, RankEnv(rank, 2, rank, master_port=port)), Recorder()
+    with Mesh(config.env, torch.device("cpu"), config.layout) as mesh:
+        summary = Trainer(config, mesh, recorder, Path(job_dir)).run()
+    if rank == 0:
+        [report] = recorder.of(ExportReport)
+        assert summary.mismatch == report.mismatch
+        found = [report.model_dump(mode="json"), [ref.model_dump() for ref in recorder.checkpoints()]]
+        (Path(job_dir) / "found.json").write_text(json.dumps(found))
+    else:
+        assert recorder.of(ExportReport) == []
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("parallelism", [{"zero_stage": 3}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_two_ranks_write_the_files_of_one(document: dict[str, Any], parallelism: dict[str, Any], tmp_path: Path) -> None:
+    """One rank goes on from the checkpoint of two, takes no step, and exports: the same files, and the same card."""
+    document = with_training(at_level(document, "O3"), "O3", micro_batch_size=2)
+    two = document | {"parallelism": parallelism, "resources": {"workers": 2}}
+    run_ranks(run_rank, (two, str(tmp_path / "two"), free_port()), 2)
+    report, refs = json.loads((tmp_path / "two" / "found.json").read_text())
+    shutil.copytree(tmp_path / "two" / "checkpoints", tmp_path / "one" / "checkpoints")
+    recorder, _ = train(document, tmp_path / "one", tuple(CheckpointRef(**ref) for ref in refs))
+    [alone] = recorder.of(ExportReport)
+    assert recorder.losses() == []
+    assert alone.mismatch.model_dump(mode="json") == report["mismatch"]
+    assert alone.mismatch.weights.kl_divergence == 0
+    folders = [tmp_path / number / "exports" / alone.name for number in ("one", "two")]
+    names = sorted(path.name for path in folders[0].iterdir())
+    assert names == sorted(path.name for path in folders[1].iterdir())
+    for name in {*names} - {"README.md", "manifest.json"}:  # which name the number of ranks, and hashes
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name

@@ -1,0 +1,212 @@
+"""Export a job's checkpoints while it runs: what `export` in its spec asks for.
+
+Rank 0 makes an export of the files of a checkpoint, on the CPU, whatever ranks have written them: one rank and several with
+ZeRO, `tensor` or a pipeline write the same files. The folder gets its name when it is complete, and names its checkpoint by
+hash; an attempt that finds it reports it again. An export that fails is an event, and training goes on.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from octet.api_schemas import CheckpointRef, EventReport, ExportReport, ExportSpec, ReportBody
+from octet.api_schemas.export import MismatchCard
+from octet.worker.checkpoint import BadCheckpoint, complete_in, load
+from octet.worker.checkpoint.files import MANIFEST, WrittenFile, finish, sync
+from octet.worker.common.config import TrainConfig
+from octet.worker.common.errors import InvalidConfig, RankError, Stopped
+from octet.worker.data import Source
+from octet.worker.pretrained.adapter import export_adapter, export_merged
+from octet.worker.pretrained.compressed import Fp8Form
+from octet.worker.pretrained.from_checkpoint import averaged, copy_settings, trained
+from octet.worker.pretrained.mismatch import measure
+from octet.worker.pretrained.model_card import Facts, license_of, write_card
+from octet.worker.pretrained.write import PLAIN_DTYPES, check_form, export
+from octet.worker.reporting.reporter import Reporter, order_to_stop
+
+VERSION = 1
+_UNFINISHED = ".unfinished_"
+
+Tell = Callable[[ReportBody], None]
+
+logger = logging.getLogger(__name__)
+
+
+class TooFar(Exception):
+    """An export is further from the trainer's evaluation than its spec allows."""
+
+
+class JobExporter:
+    """Exports the checkpoints of a job, one after the other, on the rank that writes manifests."""
+
+    def __init__(
+        self, config: TrainConfig, spec: ExportSpec, job_dir: Path, source: Source, reporter: Reporter, tell: Tell
+    ) -> None:
+        """reporter: has the orders to stop. tell: sends a report."""
+        self._config, self._spec, self._source, self._reporter, self._tell = config, spec, source, reporter, tell
+        self._checkpoints, self._folder = job_dir / "checkpoints", job_dir / "exports"
+        self._form = Fp8Form(spec.layout, spec.activations)
+        self._pending: list[int] = []
+        self.newest: MismatchCard | None = None
+        """The card of the newest export."""
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model that cannot be written in the form that the spec names. Raises InvalidConfig."""
+        is_cut = self._config.layout.pipeline * self._config.layout.tensor > 1  # then each export checks the whole model
+        if self._config.adapter is not None or is_cut:
+            return
+        try:
+            check_form(model, self._spec.format, form=self._form)
+        except ValueError as error:
+            raise InvalidConfig(f"export: {error}") from None
+
+    def add_all(self, steps: Iterable[int]) -> None:
+        """Take checkpoints that are complete, by their steps."""
+        if self._spec.when == "every_checkpoint":
+            self._pending += sorted(steps)
+
+    def export_pending(self) -> None:
+        """Export the checkpoints that were added, oldest first."""
+        while self._pending:
+            self._export(self._pending.pop(0))
+
+    def finish(self, last_step: int, best_step: int | None) -> None:
+        """Export what is left at the end of a run whose last checkpoint is complete."""
+        self.export_pending()
+        if self._spec.when != "every_checkpoint":
+            self._export(best_step if self._spec.when == "best" and best_step is not None else last_step)
+
+    def _export(self, step: int) -> None:
+        """Export a checkpoint, or find its export, and report it. Only an event says that it failed.
+
+        Raises an order to stop that leaves no time, as when another attempt has taken over.
+        """
+        try:
+            report = self._exported(step)
+        except Stopped:
+            raise
+        except Exception as error:
+            message = f"the checkpoint of step {step} was not exported: {error}"
+            logger.warning(message, exc_info=not isinstance(error, TooFar | RankError | BadCheckpoint))
+            self._tell(EventReport(type="export.failed", message=message[:4096], data={"step": step}))
+        else:
+            self.newest = report.mismatch
+            self._tell(report)
+
+    def _exported(self, step: int) -> ExportReport:
+        ref = next((ref for ref in complete_in(self._checkpoints) if ref.step == step), None)
+        if ref is None:
+            raise BadCheckpoint(f"{self._checkpoints} has no complete checkpoint of step {step}")
+        final = self._folder / f"{ref.name}_{self._spec.label}"
+        if (found := find_export(final, ref)) is not None:
+            return found
+        unfinished = self._folder / f"{_UNFINISHED}{final.name}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            with _own_random_numbers():
+                card = self._write(ref, unfinished)
+            report = self._complete(ref, unfinished, final, card)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        return report
+
+    def _write(self, ref: CheckpointRef, folder: Path) -> MismatchCard | None:
+        """Write everything but the manifest, and compare what was written. Raises TooFar."""
+        spec, files = self._spec, self._config.readable_files
+        state = load(self._checkpoints, ref)
+        job, dtype, card = state["job"], PLAIN_DTYPES.get(spec.format, torch.bfloat16), None
+        if job.get("adapter") is None:
+            model = averaged(state, trained(state, files)).eval()
+            export(model, None, folder, format=spec.format, form=self._form)
+            if spec.compared_tokens:
+                card = measure(model, self._config.model, folder, self._form, self._batches(), spec.compared_tokens)
+                _check_limit(card, spec.max_kl_divergence)
+        elif spec.merge:
+            export_merged(job, state["model"], folder, dtype, files)
+        else:
+            export_adapter(job, state["model"], folder, dtype, files)
+        copy_settings(job["model"], folder, files)
+        write_card(folder, self._config.spec, self._facts(ref.step, state, card))
+        return card
+
+    def _complete(self, ref: CheckpointRef, unfinished: Path, final: Path, card: MismatchCard | None) -> ExportReport:
+        """Sync and hash the files, write the manifest, and give the folder its name."""
+        self._check_order()
+        names = sorted(str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file())
+        files = {name: finish(unfinished / name) for name in names}
+        export_ = self._spec.model_dump(mode="json", include={"format", "layout", "activations"})
+        export_ |= {"step": ref.step, "mismatch": None if card is None else card.model_dump(mode="json")}
+        manifest = {"version": VERSION, "step": ref.step, "checkpoint": ref.sha256, "export": export_}
+        manifest["files"] = {name: file._asdict() for name, file in files.items()}
+        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
+        for name in (MANIFEST, "."):
+            sync(unfinished / name)
+        shutil.rmtree(final, ignore_errors=True)
+        unfinished.rename(final)
+        sync(self._folder)
+        report = find_export(final, ref)
+        assert report is not None, "it was written now"
+        return report
+
+    def _batches(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """The samples of an evaluation, one at a time, so that the logits of a few are in memory."""
+        config = self._config
+        for batch in self._source.evaluation_batches(1, config.eval_batches * config.batch.global_batch_size, 0, 1):
+            self._check_order()
+            yield batch
+
+    def _check_order(self) -> None:
+        """Raise an order to stop that leaves no time for a checkpoint, nor for this."""
+        stop = order_to_stop(self._reporter)
+        if stop is not None and not stop.saves:
+            raise stop
+
+    def _facts(self, step: int, state: Mapping[str, Any], card: MismatchCard | None) -> Facts:
+        losses, evaluated = state["progress"]["recent_losses"], dict(state["progress"].get("evaluated", {}))
+        evaluation = evaluated if evaluated.pop("step", None) == step else {}
+        origin = self._config.model.files
+        license_name = None if origin is None else license_of(Path(origin), self._config.readable_files)
+        return Facts(step, losses[-1] if losses else None, evaluation, self._source.facts, license_name, card)
+
+
+def find_export(folder: Path, ref: CheckpointRef) -> ExportReport | None:
+    """Return the report of an export in a folder; None if there is none, or if it is of another checkpoint of the step."""
+    try:
+        content = (folder / MANIFEST).read_bytes()
+        manifest = json.loads(content)
+        if manifest["version"] != VERSION or manifest["checkpoint"] != ref.sha256:
+            return None
+        files = [WrittenFile(**file) for file in manifest["files"].values()]
+        if any((folder / name).stat().st_size != file["num_bytes"] for name, file in manifest["files"].items()):
+            return None
+        num_bytes = sum(file.num_bytes for file in files) + len(content)
+        sha256 = hashlib.sha256(content).hexdigest()
+        return ExportReport.model_validate(manifest["export"] | {"name": folder.name, "num_bytes": num_bytes, "sha256": sha256})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _check_limit(card: MismatchCard, limit: float | None) -> None:
+    found = card.evaluation.kl_divergence
+    if limit is not None and not found <= limit:
+        raise TooFar(
+            f"its KL divergence from the trainer's evaluation is {found:.4g} nats per token; allowed: at most {limit:g}, "
+            "export.max_kl_divergence. Raise it, or export in another format."
+        )
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Leave the random numbers of training as they are, whatever building a network draws."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        yield

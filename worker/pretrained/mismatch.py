@@ -1,0 +1,164 @@
+"""Measure how far the files of an export are from what was trained: its mismatch card.
+
+    evaluation   the trainer's evaluation, at the level and with its FP8 products   against   the files as served
+    weights      the weights that the level multiplies, in the dtype of config.json against   the files as weights
+
+The weights of a level are its codes times their scale, without the master weights or residuals that it also holds, so at O3
+the second row is 0. As served: the network with the values that are read back from the files, rounded to the dtype of
+config.json, and the inputs of converted layers in the codes that a server makes of them. Sums are in fp32 on the CPU, so that
+differences are those of weights and inputs; how a server's kernels round their 16-bit results is left out.
+
+Shape suffixes: B samples, T tokens, V vocabulary or classes, P places whose logits are compared.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octet.api_schemas import FamilySpec, Files, TokenInput
+from octet.api_schemas.export import Divergence, MismatchCard
+from octet.api_schemas.models.huggingface import HuggingFaceSpec
+from octet.worker.fp8.weight import is_float8_weight
+from octet.worker.models import TrainedModel, build_model
+from octet.worker.models.cross_entropy import IGNORED
+from octet.worker.models.meta import parameters_on_meta
+from octet.worker.models.wrapped import WrappedModel
+from octet.worker.prepare.export_state_dict import plain_tensors
+from octet.worker.pretrained.compressed import Fp8Form
+from octet.worker.pretrained.files import PretrainedFiles
+from octet.worker.pretrained.load import FileSource
+from octet.worker.pretrained.start import start_model
+from octet.worker.pretrained.write import converted_layers
+
+_PIECE_ELEMENTS = 1 << 22
+"""Logits that are compared at a time, in fp64."""
+
+Batch = Mapping[str, Tensor]
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module, family: FamilySpec, folder: Path, form: Fp8Form, batches: Iterable[Batch], num_tokens: int
+) -> MismatchCard:
+    """Compare a trained model with the folder that was written of it, on held-out batches.
+
+    model: at its level, on the CPU. family: of the job. form: how servers use FP8 weights. num_tokens: the comparison ends
+    with the batch that reaches so many. Raises ValueError where the files are no network of the family, and where no batch
+    has a token.
+    """
+    served = read_network(model, family, folder)
+    expected = copy.deepcopy(served)
+    _put_values(expected, model)
+    dtype_name = json.loads((folder / "config.json").read_text())["dtype"]
+    for network in (served, expected):
+        _round_to(network.eval(), dtype_name)
+    model.eval()
+    evaluation, weights, digest = _Differences(), _Differences(), hashlib.sha256()
+    as_server = _server(served, converted_layers(model), form)
+    for batch in batches:
+        digest.update(batch["images" if "images" in batch else "tokens"].contiguous().numpy().tobytes())
+        written_PV = _logits(served, batch)
+        weights.add(_logits(expected, batch), written_PV)
+        evaluation.add(_logits(model, batch), as_server(batch) if form.activations != "none" else written_PV)
+        if evaluation.num_places >= num_tokens:
+            break
+    return MismatchCard(
+        num_tokens=evaluation.num_places,
+        tokens_sha256=digest.hexdigest(),
+        evaluation=evaluation.result(),
+        weights=weights.result(),
+    )
+
+
+def read_network(model: nn.Module, family: FamilySpec, folder: Path) -> TrainedModel:
+    """Return the network of a trained model, in fp32 on the CPU, with the values in a folder. Raises ValueError."""
+    files = Files.below((folder,))
+    if isinstance(model, WrappedModel):
+        takes = family.sizes.takes
+        mask_token = takes.mask_token if isinstance(takes, TokenInput) else None  # config.json does not have it
+        network, source = start_model(HuggingFaceSpec(path=str(folder), mask_token=mask_token), 0, files)
+    else:
+        with parameters_on_meta():
+            network = build_model(family, 0)
+        source = FileSource(PretrainedFiles(folder, files), network, torch.device("cpu"))
+    if source is not None:
+        source.finish(network, None)
+    return network
+
+
+class _Differences:
+    """Adds up the differences of logits (P, V), place by place."""
+
+    def __init__(self) -> None:
+        self.num_places = 0
+        self._kl_divergence = self._num_agreeing = self._largest = 0.0
+
+    def add(self, expected_PV: Tensor, found_PV: Tensor) -> None:
+        rows = max(1, _PIECE_ELEMENTS // expected_PV.shape[-1])
+        for one, other in zip(expected_PV.split(rows), found_PV.split(rows), strict=True):
+            log_p, log_q = one.double().log_softmax(-1), other.double().log_softmax(-1)
+            self._kl_divergence += float((log_p.exp() * (log_p - log_q)).sum())
+            self._num_agreeing += float((one.argmax(-1) == other.argmax(-1)).sum())
+            self._largest = max(self._largest, float((one.double() - other.double()).abs().max()))
+            self.num_places += len(one)
+
+    def result(self) -> Divergence:
+        if not self.num_places:
+            raise ValueError("the evaluation data has no token to compare; allowed: at least one. Hold out more data.")
+        return Divergence(
+            kl_divergence=max(0.0, self._kl_divergence / self.num_places),
+            top1_agreement=self._num_agreeing / self.num_places,
+            largest_logit_difference=self._largest,
+        )
+
+
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the logits (P, V) of a batch, in fp32, where it has targets that count; of a masked batch those of all tokens."""
+    if "images" in batch:
+        return model(batch["images"]).float()
+    logits_BTV = model(batch["tokens"], batch["documents"]) if "documents" in batch else model(batch["tokens"])
+    targets = batch.get("targets")
+    logits_PV = logits_BTV.float().flatten(0, 1)
+    if targets is None or targets.shape != logits_BTV.shape[:-1]:
+        return logits_PV
+    return logits_PV[targets.flatten() != IGNORED]
+
+
+def _server(network: nn.Module, converted: Iterable[str], form: Fp8Form) -> Callable[[Batch], Tensor]:
+    """Return what computes a batch's logits with the inputs of converted layers as a server has them."""
+    layers = [network.get_submodule(name) for name in converted]
+
+    def as_served(_layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (form.as_served(inputs[0]), *inputs[1:])
+
+    def compute(batch: Batch) -> Tensor:
+        hooks = [layer.register_forward_pre_hook(as_served) for layer in layers]
+        try:
+            return _logits(network, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return compute
+
+
+def _round_to(network: nn.Module, dtype_name: str) -> None:
+    """Round the parameters to the dtype of a config.json, as servers hold them. Buffers, such as frequencies, stay."""
+    dtype = getattr(torch, dtype_name)
+    for parameter in network.parameters():
+        parameter.copy_(parameter.to(dtype))
+
+
+def _put_values(network: nn.Module, trained: nn.Module) -> None:
+    """Copy the weights that a trained model multiplies with into a plain network of the same names."""
+    held = dict(network.named_parameters(remove_duplicate=False)) | dict(network.named_buffers(remove_duplicate=False))
+    weights = dict(trained.named_parameters())
+    for name, values in plain_tensors(trained):
+        weight = weights.get(name)
+        held[name].copy_(weight.codes.float() * weight.dequant_scale if is_float8_weight(weight) else values)
