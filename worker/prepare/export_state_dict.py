@@ -1,12 +1,13 @@
 """Export what was trained as a state dict with the names and values of a plain model, for any other program."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from octet.worker.fp8.experts import Stack, stack_entries, stacks_of
 from octet.worker.fp8.fsdp import holds_codes, is_shard, whole_values
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.loss_scaling import STATE_BUFFER
@@ -28,9 +29,27 @@ def plain_state_dict(
 
 
 def plain_tensors(
-    model: nn.Module, *, dtype: torch.dtype = torch.float32, leave_out: Collection[str] = ()
+    model: nn.Module, *, dtype: torch.dtype = torch.float32, leave_out: Set[str] = frozenset()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of `plain_state_dict`; a weight is decoded, or gathered, when its turn comes."""
+    """Yield the names and tensors of `plain_state_dict`; a weight is decoded, or gathered, when its turn comes.
+
+    leave_out: names of the model, those of experts by expert.
+    """
+    stacks = {part: stack for stack in stacks_of(model) if not leave_out.intersection(stack.parts) for part in stack.parts}
+    waiting: dict[Stack, list[Tensor]] = {}
+    for name, tensor in _values_by_name(model, dtype, leave_out):
+        if (stack := stacks.get(name)) is None:
+            yield name, tensor
+            continue
+        parts = waiting.setdefault(stack, [])
+        parts.append(tensor)
+        del tensor
+        if len(parts) == len(stack.parts):
+            yield stack.name, torch.stack(waiting.pop(stack))
+
+
+def _values_by_name(model: nn.Module, dtype: torch.dtype, leave_out: Set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the model's own names with their values."""
     reader = reader_of(model)
     for name, held in held_names(model).items():
         if name in leave_out:
@@ -101,6 +120,7 @@ def as_plain(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, Float8Linear):
             make_plain(plain, join(name, ""))
+    stack_entries(model, plain)
     return plain
 
 

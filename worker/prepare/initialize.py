@@ -21,6 +21,7 @@ from octet.api_schemas.precision import PrecisionSpec
 from octet.worker.fp8.accelerator import run_under_autocast
 from octet.worker.fp8.casts import guard_casts
 from octet.worker.fp8.convert import ConversionReport
+from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.gate_forward import carry_activations
 from octet.worker.fp8.gathered import gather_in_fp8
 from octet.worker.fp8.health import LayerDemoted, StepKeeper
@@ -137,6 +138,7 @@ def prepare(
     if optimizer is not None:
         check_optimizer(optimizer, model, precision)
     norms, skipped_norms = select_half_norms(model, optimizer, precision)
+    unstack_experts(model, precision, optimizer)
     conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens, source=source)
     model = conversion.model
 

@@ -19,6 +19,7 @@ from octet.api_schemas.models import families_with
 from octet.worker.checkpoint import BadCheckpoint, load_folder
 from octet.worker.checkpoint.resume import load_model, names_by_key
 from octet.worker.common.errors import RankError
+from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.weight import is_float8_weight
 from octet.worker.models import build_model
 from octet.worker.models.huggingface import build_without_values
@@ -98,8 +99,9 @@ def trained(state: dict[str, Any]) -> nn.Module:
     family = TypeAdapter[FamilySpec](ModelSpec).validate_python(job["model"])
     with parameters_on_meta():
         network = build_model(family, job["seed"]) if family.files is None else build_without_values(family)
-    optimizer = build_optimizer(parameter_groups(network, spec), spec)
     precision, zeros = PrecisionSpec.model_validate(job["precision"]), Zeros()
+    unstack_experts(network, precision)
+    optimizer = build_optimizer(parameter_groups(network, spec), spec)
     model = prepare(network, None, precision, seed=job["seed"], source=zeros).model
     zeros.finish(model, optimizer)
     load_model(model, optimizer, state["model"], state["optimizer"])

@@ -43,9 +43,9 @@ class PretrainedFiles:
         """Return the shape of a tensor without reading it."""
         return self._stored[name].shape
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor on the CPU: in the file's dtype, or, of FP8 codes, the fp32 values."""
-        tensor = self._tensor(name)
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """Return a tensor on the CPU: in the file's dtype, or, of FP8 codes, the fp32 values. index: of a matrix in a stack."""
+        tensor = self._tensor(name, index)
         if (scale := self._scales.get(name)) is None:
             return tensor
         return decompress(tensor, self._tensor(scale.name), scale.strategy)
@@ -61,9 +61,9 @@ class PretrainedFiles:
         found = self._tensor(scale.name).to(torch.float32).reshape(())
         return found if is_power_of_two(found) else None
 
-    def _tensor(self, name: str) -> Tensor:
+    def _tensor(self, name: str, index: int | None = None) -> Tensor:
         with self._opened(self._stored[name].path) as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
         return tensor
 
     def _read_json(self, name: str) -> dict[str, Any]:
