@@ -159,11 +159,11 @@ class HuggingFaceSpec(FamilySpec):
             allowed = "fields that describe the network; precision and code are the job's"
             raise refusal(f"config.{closed[0]}", got=self.config[closed[0]], allowed=allowed, change="Remove it.")
         if self.architecture is not None:
-            self._check_names(self.architecture)
             try:
                 self._read(self.architecture, _Fields(self.config, "config."))
             except SpecConflict as conflict:
                 raise conflict.as_refusal() from None
+            self._check_names(self.architecture)
         return self
 
     def _check_names(self, architecture: str) -> None:

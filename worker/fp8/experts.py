@@ -168,15 +168,18 @@ def _stacked(module: nn.Module) -> tuple[str, str]:
 
 def _unstack(module: nn.Module, name: str, replaced: dict[Tensor, list[nn.Parameter]]) -> None:
     """Put a list of linear layers in the place of a stacked parameter, and of its biases."""
+    attributes: Any = module
     weights = _split(module, name, replaced)
-    biases = _split(module, f"{name}_bias", replaced) if module.has_bias else [None] * len(weights)
+    biases: list[Any] = [None] * len(weights)
+    if attributes.has_bias:
+        biases = _split(module, f"{name}_bias", replaced)
     linears = ExpertLinears()
     for weight, bias in zip(weights, biases, strict=True):
-        if module.is_transposed:
+        if attributes.is_transposed:
             linear = conv1d_of(weight, bias)
         else:
             linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-            linear.weight, linear.bias = weight, bias  # type: ignore[assignment]
+            linear.weight, linear.bias = weight, bias
         linears.append(linear.train(module.training))
     setattr(module, name, linears.train(module.training))
 

@@ -124,10 +124,10 @@ def layout_in_file(model: nn.Module, config: Mapping[str, Any]) -> Layout:
 
 
 class Part(NamedTuple):
-    """A tensor of a file that is one of the model, or rows of it. index: of the matrix that is meant, in a stack of them."""
+    """A tensor of a file that is one of the model, or rows of it. matrix: its number, if the tensor is a stack of them."""
 
     name: str
-    index: int | None = None
+    matrix: int | None = None
 
 
 def parts_in_file(model: nn.Module, layout: Layout) -> Callable[[str], Iterator[tuple[Part, ...]]]:

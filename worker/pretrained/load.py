@@ -113,8 +113,8 @@ class FileSource:
     def scale_of(self, names: Sequence[str]) -> Tensor | None:
         """Return the scale of a parameter whose codes in the file a level takes as they are, by its names in the model."""
         parts = self._places[next(name for name in names if name in self._places)]
-        scales = [self.files.dequant_scale(part.name) for part in parts if part.index is None]
-        if not scales or any(scale is None or not torch.equal(scale, scales[0]) for scale in scales):  # type: ignore[arg-type]
+        scales = [self.files.dequant_scale(part.name, part.matrix) for part in parts]
+        if any(scale is None or not torch.equal(scale, scales[0]) for scale in scales):  # type: ignore[arg-type]
             return None
         assert scales[0] is not None
         return scales[0].to(self.device)
@@ -185,13 +185,13 @@ class FileSource:
 
     def _values(self, name: str) -> Tensor:
         """The tensor that the model calls `name`, on the device."""
-        parts = [self.files.read(part.name, part.index).to(self.device) for part in self._places[name]]
+        parts = [self.files.read(part.name, part.matrix).to(self.device) for part in self._places[name]]
         return self.layout.from_file(name, parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
     def _check_shape(self, parameter: nn.Parameter) -> None:
         name = self._names[id(parameter)]
         parts = self._places[name]
-        shapes = [self.files.shape(part.name)[0 if part.index is None else 1 :] for part in parts]
+        shapes = [self.files.shape(part.name)[0 if part.matrix is None else 1 :] for part in parts]
         found = shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
         expected = tuple(self.layout.to_file(name, parameter).shape)
         if found != expected or any(shape[1:] != found[1:] for shape in shapes):

@@ -162,7 +162,7 @@ def test_plain_state_dicts_have_transformers_names_and_return_exactly(level: str
 
 
 def test_writes_into_a_state_dict_reach_the_weights() -> None:
-    """As averages of timm write them."""
+    """Averages of timm write so."""
     model, _ = initialize(experts(), None, "O2")
     state = model.state_dict()
     state["down_proj"].mul_(0.5)

@@ -87,7 +87,7 @@ def test_ranks_train_a_mixture_as_one_process(ranks: list[dict[tuple[str, int], 
 
 
 def test_the_ranks_tokens_miss_some_experts() -> None:
-    """What the others prove is only that if an expert has tokens on one rank and none on the other."""
+    """The other tests cover an expert with tokens on one rank alone, and one without any."""
     torch.manual_seed(0)
     block = Mixture().blocks[0]
     assert isinstance(block, Block)
