@@ -35,32 +35,24 @@ def plain_tensors(
 
     leave_out: names of the model, those of experts by expert.
     """
+    reader, waiting = reader_of(model), dict[Stack, list[Tensor]]()
     stacks = {part: stack for stack in stacks_of(model) if not leave_out.intersection(stack.parts) for part in stack.parts}
-    waiting: dict[Stack, list[Tensor]] = {}
-    for name, tensor in _values_by_name(model, dtype, leave_out):
-        if (stack := stacks.get(name)) is None:
-            yield name, tensor
-            continue
-        parts = waiting.setdefault(stack, [])
-        parts.append(tensor)
-        del tensor
-        if len(parts) == len(stack.parts):
-            yield stack.name, torch.stack(waiting.pop(stack))
-
-
-def _values_by_name(model: nn.Module, dtype: torch.dtype, leave_out: Set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's own names with their values."""
-    reader = reader_of(model)
+    # No variable holds values while the next are decoded.
     for name, held in held_names(model).items():
         if name in leave_out:
             continue
-        if not isinstance(held, nn.Parameter):
-            yield name, held.detach()
-        # No variable holds the values while the next are decoded.
-        elif holds_codes(held):
-            yield name, reader.values(held).to(dtype)
-        else:
-            yield name, reader.values(held)
+        if (stack := stacks.get(name)) is None:
+            yield name, _plain_values(held, reader, dtype)
+            continue
+        waiting.setdefault(stack, []).append(_plain_values(held, reader, dtype))
+        if len(waiting[stack]) == len(stack.parts):
+            yield stack.name, torch.stack(waiting.pop(stack))
+
+
+def _plain_values(held: Tensor, reader: "Reader", dtype: torch.dtype) -> Tensor:
+    if not isinstance(held, nn.Parameter):
+        return held.detach()
+    return reader.values(held).to(dtype) if holds_codes(held) else reader.values(held)
 
 
 def held_names(model: nn.Module) -> dict[str, Tensor]:

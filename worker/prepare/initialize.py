@@ -79,6 +79,9 @@ def initialize(
     when it is called: in fp16 where the level's products are fp16, else in bf16. An autocast that
     is on already stays as it is.
 
+    Experts of transformers that lie in one parameter become a parameter each, at levels that multiply
+    in FP8: give the optimizer, which follows, or make it afterwards.
+
     The given optimizer itself becomes what is returned: schedulers, hooks and groups that refer to
     it stay valid. Adam and AdamW become `LowBitAdamW`, which also skips steps with non-finite
     gradients; `LowBitAdamW`, `LowBitLion` and `LowBitSGD` keep their class. Another optimizer stays

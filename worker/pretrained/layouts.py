@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from octet.worker.fp8.experts import stacks_of
@@ -130,24 +131,37 @@ class Part(NamedTuple):
     matrix: int | None = None
 
 
-def parts_in_file(model: nn.Module, layout: Layout) -> Callable[[str], Iterator[tuple[Part, ...]]]:
-    """Return what lists the forms in which files may have a tensor, given the model's name: parts that are joined by rows."""
+class Place(NamedTuple):
+    """The parts of a tensor of the model in files: joined by rows, and, if `is_stack`, matrix by matrix."""
+
+    matrices: tuple[tuple[Part, ...], ...]
+    is_stack: bool = False
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts."""
+        return tuple(part for parts in self.matrices for part in parts)
+
+
+def places_in_file(model: nn.Module, layout: Layout) -> Callable[[str, torch.Size], Iterator[Place]]:
+    """Return what lists the places where files may have a tensor, given the model's name and its shape."""
     names = NamesOfTransformers(model)
     stacks = {part: (stack.name, index) for stack in stacks_of(model) for index, part in enumerate(stack.parts)}
 
-    def parts_of(name: str) -> Iterator[tuple[Part, ...]]:
-        if name in stacks:
-            stacked, index = layout.rename(stacks[name][0]), stacks[name][1]
-            if of_expert := names.of_expert(stacked, index):
-                yield tuple(Part(names.in_file(part)) for part in of_expert)
-            yield (Part(stacked, index),)
-            yield (Part(names.in_file(stacked), index),)
-            return
-        theirs = layout.rename(name)
-        yield (Part(theirs),)
-        yield (Part(names.in_file(theirs)),)
+    def of_expert(stacked: str, index: int) -> tuple[Part, ...]:
+        return tuple(Part(names.in_file(part)) for part in names.of_expert(stacked, index))
 
-    return parts_of
+    def places_of(name: str, shape: torch.Size) -> Iterator[Place]:
+        stacked, index = stacks.get(name, (name, None))
+        theirs = layout.rename(stacked)
+        for whole in dict.fromkeys((theirs, names.in_file(theirs))):
+            yield Place(((Part(whole, index),),))
+        if index is not None:
+            yield Place((of_expert(theirs, index),))
+        elif len(shape) == 3:
+            yield Place(tuple(of_expert(theirs, number) for number in range(shape[0])), is_stack=True)
+
+    return places_of
 
 
 def experts_in_file(model: nn.Module, layout: Layout) -> dict[str, list[str]]:

@@ -22,7 +22,7 @@ from octet.worker.prepare.convert import share_rounding
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.options import read_options
 from octet.worker.pretrained.files import PretrainedFiles
-from octet.worker.pretrained.layouts import Layout, Part, layout_in_file, parts_in_file
+from octet.worker.pretrained.layouts import Layout, Place, layout_in_file, places_in_file
 
 ROWS = 1024
 """Rows that are compared at a time."""
@@ -104,7 +104,7 @@ class FileSource:
         for parameter in model.parameters():
             self._check_shape(parameter)
         for names in names_of.values():
-            self._check_tie([self._places[name][0].name for name in names if name in self._places])
+            self._check_tie([self._places[name].parts[0].name for name in names if name in self._places])
 
     def values(self, names: Sequence[str]) -> Tensor:
         """Return the values of a parameter, on the device, by its names in the model."""
@@ -112,9 +112,9 @@ class FileSource:
 
     def scale_of(self, names: Sequence[str]) -> Tensor | None:
         """Return the scale of a parameter whose codes in the file a level takes as they are, by its names in the model."""
-        parts = self._places[next(name for name in names if name in self._places)]
-        scales = [self.files.dequant_scale(part.name, part.matrix) for part in parts]
-        if any(scale is None or not torch.equal(scale, scales[0]) for scale in scales):  # type: ignore[arg-type]
+        place = self._places[next(name for name in names if name in self._places)]
+        scales = [self.files.dequant_scale(part.name, part.matrix) for part in place.parts[: 1 if place.is_stack else None]]
+        if place.is_stack or any(scale is None or not torch.equal(scale, scales[0]) for scale in scales):  # type: ignore[arg-type]
             return None
         assert scales[0] is not None
         return scales[0].to(self.device)
@@ -125,19 +125,19 @@ class FileSource:
 
     def unknown_names(self) -> list[str]:
         """Return the file's names of tensors that the model does not have."""
-        known = {part.name for parts in self._places.values() for part in parts}
+        known = {part.name for place in self._places.values() for part in place.parts}
         return [name for name in self.files.names if name not in known]
 
-    def _find(self, model: nn.Module) -> dict[str, tuple[Part, ...]]:
-        """Find the parts of each tensor of the model in the files, by the model's names; a name that they lack is left out."""
-        places, parts_of = dict[str, tuple[Part, ...]](), parts_in_file(model, self.layout)
+    def _find(self, model: nn.Module) -> dict[str, Place]:
+        """Find each tensor of the model in the files, by the model's names; a name that they lack is left out."""
+        found, places_of = dict[str, Place](), places_in_file(model, self.layout)
         named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-        for name, _ in chain(*named):
-            for parts in parts_of(name):
-                if all(part.name in self.files for part in parts):
-                    places[name] = parts
+        for name, tensor in chain(*named):
+            for place in places_of(name, tensor.shape):
+                if place.parts and all(part.name in self.files for part in place.parts):
+                    found[name] = place
                     break
-        return places
+        return found
 
     def fill(self, layer: nn.Module) -> None:
         """Put the values of a layer's own parameters in the place of those on `meta`."""
@@ -185,20 +185,24 @@ class FileSource:
 
     def _values(self, name: str) -> Tensor:
         """The tensor that the model calls `name`, on the device."""
-        parts = [self.files.read(part.name, part.matrix).to(self.device) for part in self._places[name]]
-        return self.layout.from_file(name, parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
+        place, matrices = self._places[name], []
+        for parts in place.matrices:
+            rows = [self.files.read(part.name, part.matrix).to(self.device) for part in parts]
+            matrices.append(rows[0] if len(rows) == 1 else torch.cat(rows))
+        return self.layout.from_file(name, torch.stack(matrices) if place.is_stack else matrices[0]).contiguous()
 
     def _check_shape(self, parameter: nn.Parameter) -> None:
         name = self._names[id(parameter)]
-        parts = self._places[name]
-        shapes = [self.files.shape(part.name)[0 if part.matrix is None else 1 :] for part in parts]
-        found = shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
-        expected = tuple(self.layout.to_file(name, parameter).shape)
-        if found != expected or any(shape[1:] != found[1:] for shape in shapes):
-            raise ValueError(
-                f"{parts[0].name} in {self.files.folder} has shape {found}; the model's is {expected}. Build the model that "
-                "the checkpoint is of."
-            )
+        place, expected = self._places[name], tuple(self.layout.to_file(name, parameter).shape)
+        of_matrix = expected[1:] if place.is_stack else expected
+        for parts in place.matrices:
+            shapes = [self.files.shape(part.name)[0 if part.matrix is None else 1 :] for part in parts]
+            found = shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
+            if found != of_matrix or any(shape[1:] != found[1:] for shape in shapes):
+                raise ValueError(
+                    f"{parts[0].name} in {self.files.folder} has shape {found}; the model's is {of_matrix}. Build the model "
+                    "that the checkpoint is of."
+                )
 
     def _check_tie(self, names: Sequence[str]) -> None:
         """Refuse a folder whose tensors of one parameter differ: all but one would be lost, such as a trained head."""
