@@ -15,6 +15,7 @@ from octet.worker import exact_state_dict, initialize, memory_report, plain_stat
 from octet.worker.fp8.experts import has_experts, unstack_experts
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.weight import is_float8_weight
+from octet.worker.models.flops import linear_flops_per_token
 from octet.worker.optim.rules.adam import LowBitAdamW
 from tests.kit.small_model import spread
 
@@ -206,6 +207,14 @@ def test_few_bit_states_of_a_stack_are_refused() -> None:
     with pytest.raises(ValueError, match="has stepped experts that lie in one tensor"):
         initialize(model, optimizer, "O2")
     assert not has_experts(model)
+
+
+def test_flops_count_the_experts_of_a_token_in_stacks_and_one_by_one() -> None:
+    plain, unstacked = experts(), experts()
+    unstack_experts(unstacked, PrecisionSpec(level="O2"))
+    num_elements = 3 * WIDTH * INNER
+    for model in (plain, unstacked):
+        assert linear_flops_per_token(nn.Sequential(nn.Linear(WIDTH, 8), model)) == 6 * (8 * WIDTH + TOP_K * num_elements)
 
 
 @pytest.mark.parametrize("level", ["O2", "O2-8bit", "O3", "O3-split"])
