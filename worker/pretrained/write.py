@@ -113,11 +113,11 @@ def _in_fp8(model: nn.Module, strategy: str, layout: Layout) -> Tensors:
     """Yield the tensors under the file's names. One weight at a time is decoded."""
     in_codes, reader = _in_codes(model, layout), reader_of(model)
     experts = {name: parts for name, parts in experts_in_file(model, layout).items() if parts}
-    leave_out = {join(name, "weight") for name in (*in_codes, *experts)}
+    leave_out, wide = {join(name, "weight") for name in (*in_codes, *experts)}, experts.keys() - set(in_codes)
     for name, tensor in plain_tensors(model, leave_out=leave_out):
         yield layout.rename(name), layout.to_file(name, tensor)
     for name, parts in experts.items():
-        if name not in set(in_codes):
+        if name in wide:
             values = reader.values(model.get_parameter(join(name, "weight")))
             yield from zip(parts, values.chunk(len(parts)), strict=True)
     for name in in_codes:
