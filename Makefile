@@ -156,7 +156,7 @@ fmt: install page-tools
 
 # Rewrite the frozen surfaces: JSON schemas, the OpenAPI document, the manifests of deploy/kubernetes. Review the diff.
 snapshots: install $(HELM)
-	OCTET_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/api_schemas tests/service/test_openapi.py
+	OCTET_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/api_schemas tests/service/test_openapi.py tests/worker/models/test_config_fields.py
 	$(BIN)/python -m deploy.helm.render
 
 bench: install

@@ -9,6 +9,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -32,6 +33,9 @@ MAX_CONFIG_BYTES = 1 << 20
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 CLOSED_FIELDS = frozenset({"architectures", "attn_implementation", "auto_map", "dtype", "model_type", "quantization_config"})
 """Fields of transformers' configurations that a job does not set: they load code or weights, or contradict the level."""
+
+CONFIG_FIELDS = "config_fields.json"
+"""The file with the fields of each architecture: those that its configuration declares, or its network reads."""
 
 ConfigField = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 
@@ -159,7 +163,19 @@ class HuggingFaceSpec(FamilySpec):
                 self._read(self.architecture, _Fields(self.config, "config."))
             except SpecConflict as conflict:
                 raise conflict.as_refusal() from None
+            self._check_names(self.architecture)
         return self
+
+    def _check_names(self, architecture: str) -> None:
+        """Refuse fields that the architecture does not have. Raises the error of a validator."""
+        known = known_fields(architecture)
+        unknown = sorted(self.config.keys() - known) if known else []
+        if unknown:
+            close = difflib.get_close_matches(unknown[0], sorted(known), n=1, cutoff=0.5)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            allowed = f"the fields of {architecture}: {', '.join(sorted(known))}"
+            change = f"Remove it or correct its name.{hint}"
+            raise refusal(f"config.{unknown[0]}", got=self.config[unknown[0]], allowed=allowed, change=change)
 
     @property
     def title(self) -> str:
@@ -244,6 +260,14 @@ class HuggingFaceSpec(FamilySpec):
         if self.mask_token is not None:
             allowed = f"no mask_token: {architecture} does not predict masked tokens"
             raise SpecConflict("mask_token", self.mask_token, allowed, "Remove model.mask_token.")
+
+
+@cache
+def known_fields(architecture: str) -> frozenset[str]:
+    """Return the fields that a job may set for an architecture; none for an architecture that is not listed."""
+    table: dict[str, str] = json.loads(Path(__file__).with_name(CONFIG_FIELDS).read_text())
+    fields = table.get(architecture)
+    return frozenset() if fields is None else frozenset((table["all"] + " " + fields).split())
 
 
 def _image_sizes(architecture: str, fields: _Fields) -> HuggingFaceSizes:

@@ -7,6 +7,7 @@
     channel     (N, 1) or (N,)                        a row: an output feature
     block       (ceil(N / 128), ceil(K / 128))        128×128
 
+A stack of weights (E, N, K), as of experts, has E such scales: (E,), (E, 1), and so on.
 `quantization_config` in `config.json` is that of compressed-tensors (version 0.20), or of `quant_method: fp8`, as DeepSeek-V3
 and transformers have it. A submission and the rank check a folder by the same functions; no tensor is read.
 """
@@ -197,23 +198,24 @@ def _of_compressed_tensors(quantization: Mapping[str, Any]) -> Collection[str]:
 
 def _strategy(name: str, codes: StoredTensor, scale_name: str, scale: StoredTensor, strategies: Collection[str]) -> str:
     """Return the strategy of a scale by its shape. Raises SpecConflict."""
-    if len(codes.shape) != 2:
+    if len(codes.shape) not in (2, 3):
         got = f"{name} in {codes.path}, FP8 of shape {codes.shape}"
-        raise SpecConflict("model.path", got, "FP8 in matrices", "Save this tensor in bf16.")
+        raise SpecConflict("model.path", got, "FP8 in matrices, or in stacks of them", "Save this tensor in bf16.")
     if scale.dtype not in SCALE_DTYPES:
         got = f"{scale_name} in {scale.path} of dtype {scale.dtype}"
         raise SpecConflict("model.path", got, ", ".join(SCALE_DTYPES), "Save the scale in F32.")
-    num_rows, num_columns = codes.shape
+    *stacked, num_rows, num_columns = codes.shape
     shapes = {
         "tensor": ((1,), (), (1, 1)),
         "channel": ((num_rows, 1), (num_rows,)),
         "block": ((-(-num_rows // BLOCK), -(-num_columns // BLOCK)),),
     }
+    shapes = {strategy: tuple((*stacked, *shape) for shape in allowed) for strategy, allowed in shapes.items()}
     for strategy in STRATEGIES:
         if strategy in strategies and scale.shape in shapes[strategy]:
             return strategy
     allowed = " or ".join(f"{shapes[strategy][0]} ({strategy})" for strategy in STRATEGIES if strategy in strategies)
-    got = f"{scale_name} in {scale.path}, the scale of a {num_rows}×{num_columns} weight, has shape {scale.shape}"
+    got = f"{scale_name} in {scale.path}, the scale of a {'×'.join(map(str, codes.shape))} weight, has shape {scale.shape}"
     change = "Correct quantization_config, or save the weight with a scale of that shape."
     raise SpecConflict("model.path", got, allowed, change)
 

@@ -79,7 +79,7 @@ def test_sizes_that_follow_from_others() -> None:
         (LLAMA | {"config": {"vocab_size": "256"}}, "model.config.vocab_size", "Change config.vocab_size"),
         (LLAMA | {"config": {"vocab_size": 256, "auto_map": {}}}, "model.config.auto_map", "Remove"),
         (LLAMA | {"config": {"vocab_size": 100}}, "model.vocab_size", "Raise"),
-        (LLAMA | {"config": {"vocab_size": 256, "n_positions": 128}}, "training.sequence_length", "Shorten"),
+        (LLAMA | {"config": {"vocab_size": 256, "max_position_embeddings": 128}}, "training.sequence_length", "Shorten"),
         (LLAMA | {"mask_token": 4}, "model.mask_token", "Remove"),
         (LLAMA | {"architecture": "bert"}, "model.mask_token", "Raise model.vocab_size"),
         (LLAMA | {"architecture": "bert", "mask_token": 256}, "model.mask_token", "Change"),

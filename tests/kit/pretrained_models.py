@@ -54,7 +54,22 @@ def their_llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=32))
 
 
-FAMILIES = {"llama": our_llama, "tied llama": our_tied_llama, "gpt": our_gpt, "transformers' llama": their_llama}
+def their_mixture(**changes: int) -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80} | changes
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, vocab_size=VOCABULARY, max_position_embeddings=32))
+
+
+FAMILIES = {
+    "llama": our_llama,
+    "tied llama": our_tied_llama,
+    "gpt": our_gpt,
+    "transformers' llama": their_llama,
+    "their mixture": their_mixture,
+}
 
 
 def trained(build: Callable[[], nn.Module], level: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -346,7 +346,7 @@ def test_folders_with_fp8_are_accepted(root: Path, spec_document: Document, quan
         (BLOCKS, {f"{WEIGHT}_scale_inv": ("F32", [2, 3])}, "a 288×160 weight, has shape (2, 3)", "(3, 2) (block)"),
         (compressed(), {}, "has shape (3, 2)", "(288, 1) (channel)"),
         (BLOCKS, {f"{WEIGHT}_scale_inv": ("I32", [3, 2])}, f"{WEIGHT}_scale_inv in ", "F32"),
-        (BLOCKS, {WEIGHT: ("F8_E4M3", [4, 288, 160])}, "FP8 of shape (4, 288, 160)", "matrices"),
+        (BLOCKS, {WEIGHT: ("F8_E4M3", [2, 4, 288, 160])}, "FP8 of shape (2, 4, 288, 160)", "matrices"),
         (BLOCKS, {WEIGHT: ("BF16", [288, 160])}, "a scale without FP8 codes", "F8_E4M3"),
         (BLOCKS, {WEIGHT: ("I8", [288, 160])}, "of dtype I8", "F8_E4M3 with a scale"),
     ],

@@ -112,6 +112,13 @@ def names_by_key(model: nn.Module, optimizer: torch.optim.Optimizer, saved_optim
     """The key of each parameter's states, by the parameter's name; groups list their parameters in the same order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     pieces: dict[Tensor, nn.Parameter] = getattr(optimizer, "pieces", {})  # held instead of parameters under ZeRO
+    for group, saved_group in zip(optimizer.param_groups, saved_optimizer["param_groups"], strict=True):
+        if len(group["params"]) != len(saved_group["params"]):
+            raise ValueError(
+                f"the checkpoint's optimizer has {len(saved_group['params'])} parameters in a group, this job's "
+                f"{len(group['params'])}; allowed: the same. Levels that multiply in FP8 hold the experts of a mixture one by "
+                "one, the others in stacks: continue at a level of the same kind, or start from an export of the checkpoint."
+            )
     names |= {id(piece): names[id(parameter)] for parameter, piece in pieces.items()}
     return {
         names[id(parameter)]: key

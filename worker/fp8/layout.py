@@ -3,8 +3,10 @@
 A converted layer keeps the parameter as it is, so that checkpoints and optimizers see no difference.
 """
 
+import importlib
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 CONV1D = ("transformers.pytorch_utils", "Conv1D")
@@ -29,6 +31,15 @@ def layout_of(module: nn.Module) -> Layout | None:
         in_features, out_features = module.get_parameter("weight").shape
         return Layout(in_features, out_features, is_transposed=True)
     return None
+
+
+def conv1d_of(weight_KN: nn.Parameter, bias_N: nn.Parameter) -> nn.Module:
+    """Return a `Conv1D` that holds a weight (K, N) and a bias as they are."""
+    conv1d = getattr(importlib.import_module(CONV1D[0]), CONV1D[1])
+    with torch.device("meta"):
+        made: nn.Module = conv1d(weight_KN.shape[1], weight_KN.shape[0])
+    made.weight, made.bias = weight_KN, bias_N
+    return made
 
 
 def is_known_class(module: nn.Module) -> bool:

@@ -117,11 +117,12 @@ class Entry:
     is released.
     """
 
-    def __init__(self, weight: "Float8Weight", values: Tensor) -> None:
+    def __init__(self, weight: "Float8Weight", values: Tensor, owner: Tensor | None = None) -> None:
+        """owner: the tensor that people hold, if the values are a part of it."""
         self.values, self.numbers = values.detach(), (weight.dequant_scale, weight.values_amax)
         self.versions = version_of(self.values), version_of(weight.state.codes)
-        owner = weakref.ref(weight.state)
-        self.reference = weakref.ref(values, lambda _: self._release(owner()))
+        state = weakref.ref(weight.state)
+        self.reference = weakref.ref(values if owner is None else owner, lambda _: self._release(state()))
 
     def take_back(self, state: WeightState) -> None:
         """Write into the weight what was written into the entry."""

@@ -5,7 +5,8 @@ and transformers is handed the tensors. Initial values depend only on the seed.
 """
 
 import difflib
-import importlib
+import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ AUTO_CLASSES: dict[Task, str] = {
     "image_class": "AutoModelForImageClassification",
 }
 MAX_NAMES_SHOWN = 5
-UNDECLARED_FIELDS = {"deberta-v2": {"conv_act", "conv_kernel_size", "norm_rel_ebd", "position_buckets", "share_att_key"}}
-"""Fields that a network of transformers reads and its configuration class does not declare."""
+_READ_FIELD = re.compile(r"""(?:\bconfig\.|getattr\(\s*(?:self\.)?config,\s*["'])([a-z]\w*)""")
+"""A field that the code of a network reads of its configuration."""
 
 
 def build(spec: HuggingFaceSpec, seed: int, files: Files = ANY_FILE) -> TrainedModel:
@@ -71,9 +72,7 @@ def make_config(architecture: str, fields: dict[str, Any]) -> Any:
     """Make a configuration of transformers. Raises InvalidConfig for unknown fields and for values that it refuses."""
     config_class = _config_class(architecture)
     try:
-        config = config_class()
-        declared = {name for name in (*vars(config), *config_class.attribute_map, "num_labels") if not name.startswith("_")}
-        known = declared | UNDECLARED_FIELDS.get(architecture, set())
+        known = fields_of(config_class)
         unknown = sorted(fields.keys() - known)
         if unknown:
             close = difflib.get_close_matches(unknown[0], sorted(known), n=1, cutoff=0.5)
@@ -88,6 +87,14 @@ def make_config(architecture: str, fields: dict[str, Any]) -> Any:
     except Exception as error:
         message = f"model.config: transformers refuses it for {architecture}: {error}. Change model.config."
         raise InvalidConfig(message) from error
+
+
+def fields_of(config_class: Any) -> set[str]:
+    """Return the fields of a configuration: those that it declares, and those that its network's code reads, as `head_dim`."""
+    declared = {name for name in (*vars(config_class()), *config_class.attribute_map, "num_labels") if not name.startswith("_")}
+    found = importlib.util.find_spec(config_class.__module__.replace(".configuration_", ".modeling_"))
+    code = "" if found is None or found.origin is None else Path(found.origin).read_text()
+    return declared | {name for name in _READ_FIELD.findall(code) if not hasattr(config_class, name)}
 
 
 def from_random_values(config: Any, task: Task, seed: int) -> Any:

@@ -55,7 +55,10 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerSpec) -> list[dict[st
     """
     named = list(model.named_parameters())
     _check_globs(optimizer, [name for name, _ in named])
-    decays = {name: parameter.dim() >= 2 and not _is_named(name, optimizer.no_decay) for name, parameter in named}
+    decays = {
+        name: parameter.dim() >= 2 and not name.endswith("bias") and not _is_named(name, optimizer.no_decay)
+        for name, parameter in named
+    }
     factors = learning_rate_factors(model, optimizer.layer_decay)
     groups = []
     for factor in sorted(set(factors.values())) or [1.0]:

@@ -24,6 +24,7 @@ from octet.api_schemas.training import AdapterSpec
 from octet.worker.common.errors import InvalidConfig
 from octet.worker.fp8.accelerator import is_accelerator
 from octet.worker.fp8.convert import replaceable_linears, select_layers
+from octet.worker.fp8.experts import stacks_of
 from octet.worker.fp8.layout import layout_of
 from octet.worker.fp8.stored import CODES, PARTS, exact_state_dict
 
@@ -125,8 +126,9 @@ def _frozen_names(model: nn.Module) -> set[str]:
 
 
 def _targets(model: nn.Module, spec: AdapterSpec) -> list[str]:
-    """The names of the layers to adapt, in the model's order."""
-    linears = [name for name in replaceable_linears(model) if not matches(name, HEADS)]
+    """The names of the layers to adapt, in the model's order. Experts of a mixture have none: peft has no form for them."""
+    experts = {part.removesuffix(".weight") for stack in stacks_of(model) for part in stack.parts}
+    linears = [name for name in replaceable_linears(model) if not matches(name, HEADS) and name not in experts]
     matched: dict[str, None] = {}
     for target in spec.targets:
         found = [name for name in linears if fnmatchcase(name, target) or name.endswith(f".{target}")]

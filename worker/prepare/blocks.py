@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from octet.api_schemas import EventReport, PhaseReport, ReportBody
 from octet.worker.common.wrap import Nesting, Wrapper, wrap, wrapper_of
+from octet.worker.fp8.experts import has_experts
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.norm_forward import NormForward
 from octet.worker.kernels.torch_private import compile_time_s, compiler_counters
@@ -52,10 +53,11 @@ def prepare_blocks(
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
     """Compile each repeated block, for static shapes. Returns their number. Nothing is compiled before a block is called.
 
+    Blocks with experts are left out: in each pass the host reads how many tokens each expert has.
     Call it after `initialize` and the functions that change blocks. backend: inductor, or aot_eager, whose graphs are run op by
     op; blocks that keep their activations in FP8 (`keep_activations_in_fp8`) do so in both.
     """
-    blocks = repeated_blocks(model)
+    blocks = [block for block in repeated_blocks(model) if not has_experts(block)]
     for block in blocks:
         saving = wrapper_of(block, SavingForward)
         options = {"backend": backend} if saving is None else saving.leave_to_compiler(backend)

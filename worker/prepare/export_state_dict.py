@@ -1,12 +1,13 @@
 """Export what was trained as a state dict with the names and values of a plain model, for any other program."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from octet.worker.fp8.experts import Stack, stack_entries, stacks_of
 from octet.worker.fp8.fsdp import holds_codes, is_shard, whole_values
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.loss_scaling import STATE_BUFFER
@@ -28,20 +29,30 @@ def plain_state_dict(
 
 
 def plain_tensors(
-    model: nn.Module, *, dtype: torch.dtype = torch.float32, leave_out: Collection[str] = ()
+    model: nn.Module, *, dtype: torch.dtype = torch.float32, leave_out: Set[str] = frozenset()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of `plain_state_dict`; a weight is decoded, or gathered, when its turn comes."""
-    reader = reader_of(model)
+    """Yield the names and tensors of `plain_state_dict`; a weight is decoded, or gathered, when its turn comes.
+
+    leave_out: names of the model, those of experts by expert.
+    """
+    reader, waiting = reader_of(model), dict[Stack, list[Tensor]]()
+    stacks = {part: stack for stack in stacks_of(model) if not leave_out.intersection(stack.parts) for part in stack.parts}
+    # No variable holds values while the next are decoded.
     for name, held in held_names(model).items():
         if name in leave_out:
             continue
-        if not isinstance(held, nn.Parameter):
-            yield name, held.detach()
-        # No variable holds the values while the next are decoded.
-        elif holds_codes(held):
-            yield name, reader.values(held).to(dtype)
-        else:
-            yield name, reader.values(held)
+        if (stack := stacks.get(name)) is None:
+            yield name, _plain_values(held, reader, dtype)
+            continue
+        waiting.setdefault(stack, []).append(_plain_values(held, reader, dtype))
+        if len(waiting[stack]) == len(stack.parts):
+            yield stack.name, torch.stack(waiting.pop(stack))
+
+
+def _plain_values(held: Tensor, reader: "Reader", dtype: torch.dtype) -> Tensor:
+    if not isinstance(held, nn.Parameter):
+        return held.detach()
+    return reader.values(held).to(dtype) if holds_codes(held) else reader.values(held)
 
 
 def held_names(model: nn.Module) -> dict[str, Tensor]:
@@ -101,6 +112,7 @@ def as_plain(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, Float8Linear):
             make_plain(plain, join(name, ""))
+    stack_entries(model, plain)
     return plain
 
 

@@ -21,6 +21,7 @@ from octet.api_schemas.precision import PrecisionSpec
 from octet.worker.fp8.accelerator import run_under_autocast
 from octet.worker.fp8.casts import guard_casts
 from octet.worker.fp8.convert import ConversionReport
+from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.gate_forward import carry_activations
 from octet.worker.fp8.gathered import gather_in_fp8
 from octet.worker.fp8.health import LayerDemoted, StepKeeper
@@ -77,6 +78,9 @@ def initialize(
     On an accelerator the converted model, and each part of it, enters `torch.autocast` by itself
     when it is called: in fp16 where the level's products are fp16, else in bf16. An autocast that
     is on already stays as it is.
+
+    Experts of transformers that lie in one parameter become a parameter each, at levels that multiply
+    in FP8: give the optimizer, which follows, or make it afterwards.
 
     The given optimizer itself becomes what is returned: schedulers, hooks and groups that refer to
     it stay valid. Adam and AdamW become `LowBitAdamW`, which also skips steps with non-finite
@@ -137,6 +141,7 @@ def prepare(
     if optimizer is not None:
         check_optimizer(optimizer, model, precision)
     norms, skipped_norms = select_half_norms(model, optimizer, precision)
+    unstack_experts(model, precision, optimizer)
     conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens, source=source)
     model = conversion.model
 

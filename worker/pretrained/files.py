@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -43,27 +44,30 @@ class PretrainedFiles:
         """Return the shape of a tensor without reading it."""
         return self._stored[name].shape
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor on the CPU: in the file's dtype, or, of FP8 codes, the fp32 values."""
-        tensor = self._tensor(name)
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """Return a tensor on the CPU: in the file's dtype, or, of FP8 codes, the fp32 values. index: of a matrix in a stack."""
+        tensor = self._tensor(name, index)
         if (scale := self._scales.get(name)) is None:
             return tensor
-        return decompress(tensor, self._tensor(scale.name), scale.strategy)
+        scales = self._tensor(scale.name, index)
+        if tensor.dim() == 2:
+            return decompress(tensor, scales, scale.strategy)
+        return torch.stack([decompress(*each, scale.strategy) for each in zip(tensor, scales, strict=True)])
 
-    def dequant_scale(self, name: str) -> Tensor | None:
+    def dequant_scale(self, name: str, index: int | None = None) -> Tensor | None:
         """Return the scale, fp32 (), of FP8 codes that are of the kind that levels hold: one scale, a power of two.
 
-        None for other tensors.
+        index: of a matrix in a stack. None for other tensors.
         """
         scale = self._scales.get(name)
-        if scale is None or self._stored[scale.name].shape not in ((), (1,), (1, 1)):
+        if scale is None or prod(self._stored[scale.name].shape[0 if index is None else 1 :]) != 1:
             return None
-        found = self._tensor(scale.name).to(torch.float32).reshape(())
+        found = self._tensor(scale.name, index).to(torch.float32).reshape(())
         return found if is_power_of_two(found) else None
 
-    def _tensor(self, name: str) -> Tensor:
+    def _tensor(self, name: str, index: int | None = None) -> Tensor:
         with self._opened(self._stored[name].path) as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
         return tensor
 
     def _read_json(self, name: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from octet.api_schemas import ANY_FILE, FamilySpec, Files, ModelSpec, OptimizerSpec, PrecisionSpec
 from octet.api_schemas.data.jsonl import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from octet.worker.checkpoint.resume import load_model, names_by_key
+from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.weight import is_float8_weight
 from octet.worker.models import build_model
 from octet.worker.models.huggingface import build_without_values
@@ -41,8 +42,9 @@ def trained(state: dict[str, Any], files: Files = ANY_FILE) -> nn.Module:
     family = TypeAdapter[FamilySpec](ModelSpec).validate_python(job["model"])
     with parameters_on_meta():
         network = build_model(family, job["seed"]) if family.files is None else build_without_values(family, files)
-    optimizer = build_optimizer(parameter_groups(network, spec), spec)
     precision, zeros = PrecisionSpec.model_validate(job["precision"]), Zeros()
+    unstack_experts(network, precision)
+    optimizer = build_optimizer(parameter_groups(network, spec), spec)
     model = prepare(network, None, precision, seed=job["seed"], source=zeros).model
     zeros.finish(model, optimizer)
     load_model(model, optimizer, state["model"], state["optimizer"])

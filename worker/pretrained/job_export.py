@@ -128,7 +128,7 @@ class JobExporter:
             model = averaged(state, trained(state, files)).eval()
             export(model, None, folder, format=spec.format, form=self._form)
             if spec.compared_tokens:
-                card = measure(model, self._config.model, folder, self._form, self._batches(), spec.compared_tokens)
+                card = measure(model, self._config.spec, folder, self._form, self._batches(), spec.compared_tokens)
                 _check_limit(card, spec.max_kl_divergence)
         elif spec.merge:
             export_merged(job, state["model"], folder, dtype, files)

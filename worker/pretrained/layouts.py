@@ -8,12 +8,15 @@
 Both directions: a model's tensors are renamed and rearranged for a file, and a file's for a model.
 """
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from octet.worker.fp8.experts import stacks_of
 from octet.worker.models.gpt import GPT
 from octet.worker.models.llama import Llama
 from octet.worker.models.wrapped import WrappedModel
@@ -118,6 +121,112 @@ def layout_in_file(model: nn.Module, config: Mapping[str, Any]) -> Layout:
     allowed = ", ".join(dict.fromkeys(str(layout.config["model_type"]) for layout in candidates if layout.config is not None))
     raise ValueError(
         f"config.json has model_type {found!r}; allowed for {type(model).__name__}: {allowed}. Name the folder of such a model."
+    )
+
+
+class Part(NamedTuple):
+    """A tensor of a file that is one of the model, or rows of it. matrix: its number, if the tensor is a stack of them."""
+
+    name: str
+    matrix: int | None = None
+
+
+class Place(NamedTuple):
+    """The parts of a tensor of the model in files: joined by rows, and, if `is_stack`, matrix by matrix."""
+
+    matrices: tuple[tuple[Part, ...], ...]
+    is_stack: bool = False
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts."""
+        return tuple(part for parts in self.matrices for part in parts)
+
+
+def places_in_file(model: nn.Module, layout: Layout) -> Callable[[str, torch.Size], Iterator[Place]]:
+    """Return what lists the places where files may have a tensor, given the model's name and its shape."""
+    names = NamesOfTransformers(model)
+    stacks = {part: (stack.name, index) for stack in stacks_of(model) for index, part in enumerate(stack.parts)}
+
+    def of_expert(stacked: str, index: int) -> tuple[Part, ...]:
+        return tuple(Part(names.in_file(part)) for part in names.of_expert(stacked, index))
+
+    def places_of(name: str, shape: torch.Size) -> Iterator[Place]:
+        stacked, index = stacks.get(name, (name, None))
+        theirs = layout.rename(stacked)
+        for whole in dict.fromkeys((theirs, names.in_file(theirs))):
+            yield Place(((Part(whole, index),),))
+        if index is not None:
+            yield Place((of_expert(theirs, index),))
+        elif len(shape) == 3:
+            yield Place(tuple(of_expert(theirs, number) for number in range(shape[0])), is_stack=True)
+
+    return places_of
+
+
+def experts_in_file(model: nn.Module, layout: Layout) -> dict[str, list[str]]:
+    """Return, by the model's name of an expert's layer, the names of the matrices that it is written as, by rows.
+
+    None are listed where transformers saves stacks. The names are those before transformers renames them.
+    """
+    names, found = NamesOfTransformers(model), dict[str, list[str]]()
+    for stack in stacks_of(model):
+        for index, part in enumerate(stack.parts):
+            if part.endswith(".weight"):
+                found[part.removesuffix(".weight")] = names.of_expert(layout.rename(stack.name), index)
+    return found
+
+
+class NamesOfTransformers:
+    """The names under which transformers saves the tensors of a network that it joins or renames when it loads them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        network = model.network if isinstance(model, WrappedModel) else model
+        changes = _changes_of_names(network)
+        self._renamings = [change.reverse_transform() for change in reversed(changes) if not hasattr(change, "operations")]
+        self._joined = [change for change in changes if hasattr(change, "operations") and _joins_experts(change)]
+
+    def in_file(self, name: str) -> str:
+        """Return the name in a file of a tensor, given the network's."""
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    def of_expert(self, stacked: str, index: int) -> list[str]:
+        """Return the names of the matrices, by rows, that one expert's matrix is joined of; none where stacks are saved.
+
+        stacked: the network's name. The names are still to be given to `in_file`.
+        """
+        for change in self._joined:
+            [target] = change._original_target_patterns
+            if stacked.endswith(target):
+                before = stacked.removesuffix(target)
+                return [before + source.replace("*", str(index)) for source in change._original_source_patterns]
+        return []
+
+
+def _changes_of_names(network: Any) -> list[Any]:
+    """Return transformers' changes between files and a network; none for other networks."""
+    if not callable(getattr(type(network), "save_pretrained", None)):
+        return []
+    try:
+        mapping = importlib.import_module("transformers.conversion_mapping")
+    except ModuleNotFoundError:
+        return []
+    changes: list[Any] = mapping.get_model_conversion_mapping(network, add_legacy=False)
+    return [change for change in changes if type(change).__name__ != "PrefixChange"]
+
+
+def _joins_experts(change: Any) -> bool:
+    """Return True for a change that only stacks matrices by expert, and joins those of one expert by rows."""
+    operations = [(type(operation).__name__, operation.dim) for operation in change.operations if hasattr(operation, "dim")]
+    expected = [("MergeModulelist", 0), ("Concatenate", 1)][: 1 if len(change._original_source_patterns) == 1 else 2]
+    sources = change._original_source_patterns
+    return (
+        operations == expected
+        and len(operations) == len(change.operations)
+        and len(change._original_target_patterns) == 1
+        and all(source.count("*") == 1 for source in sources)
     )
 
 

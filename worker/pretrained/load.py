@@ -5,6 +5,7 @@ next one is read; what no level converts is read afterwards. An optimizer is mad
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octet.api_schemas import SpecConflict
+from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.models.meta import parameters_on_meta
 from octet.worker.optim import LowBitOptimizer
@@ -20,7 +22,7 @@ from octet.worker.prepare.convert import share_rounding
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.options import read_options
 from octet.worker.pretrained.files import PretrainedFiles
-from octet.worker.pretrained.layouts import Layout, layout_in_file
+from octet.worker.pretrained.layouts import Layout, Place, layout_in_file, places_in_file
 
 ROWS = 1024
 """Rows that are compared at a time."""
@@ -55,12 +57,13 @@ def load_pretrained(
         raise conflict.moved_to("folder") from None
     with parameters_on_meta():
         model = _from_transformers(files) if build is None else build()
+    precision = read_options(opt_level, options)
+    unstack_experts(model, precision)
     optimizer = None if make_optimizer is None else make_optimizer(model)
     try:
         source = FileSource(files, model, torch.device(device))
     except SpecConflict as conflict:
         raise conflict.moved_to("folder") from None
-    precision = read_options(opt_level, options)
     prepared = prepare(model, optimizer, precision, seed=seed, tokens=tokens, source=source)
     source.make_masters(prepared.model, prepared.optimizer)
     if dist.is_available() and dist.is_initialized():
@@ -82,16 +85,15 @@ class FileSource:
         self._given: dict[int, nn.Parameter] = {}
         self._dequant_scales: dict[Tensor, Tensor] = {}
         self._meta: list[nn.Parameter] = []  # kept alive, so that ids stay unique
+        self._places = self._find(model)
         names_of: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names_of.setdefault(id(parameter), []).append(name)
             self._meta.append(parameter)
-        self._buffers = {name: buffer for name, buffer in model.named_buffers() if self.layout.rename(name) in files}
-        self._model_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        self._model_names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in self._places}
         missing = []
         for key, names in names_of.items():
-            found = next((name for name in names if self.layout.rename(name) in files), None)
+            found = next((name for name in names if name in self._places), None)
             missing += [] if found else [self.layout.rename(names[0])]
             self._names[key] = found or names[0]
         if missing:
@@ -102,18 +104,20 @@ class FileSource:
         for parameter in model.parameters():
             self._check_shape(parameter)
         for names in names_of.values():
-            self._check_tie([self.layout.rename(name) for name in names if self.layout.rename(name) in files])
+            self._check_tie([self._places[name].parts[0].name for name in names if name in self._places])
 
     def values(self, names: Sequence[str]) -> Tensor:
         """Return the values of a parameter, on the device, by its names in the model."""
-        found = next(name for name in names if self.layout.rename(name) in self.files)
-        return self._values(found)
+        return self._values(next(name for name in names if name in self._places))
 
     def scale_of(self, names: Sequence[str]) -> Tensor | None:
         """Return the scale of a parameter whose codes in the file a level takes as they are, by its names in the model."""
-        found = next(name for name in names if self.layout.rename(name) in self.files)
-        scale = self.files.dequant_scale(self.layout.rename(found))
-        return None if scale is None else scale.to(self.device)
+        place = self._places[next(name for name in names if name in self._places)]
+        scales = [self.files.dequant_scale(part.name, part.matrix) for part in place.parts[: 1 if place.is_stack else None]]
+        if place.is_stack or any(scale is None or not torch.equal(scale, scales[0]) for scale in scales):  # type: ignore[arg-type]
+            return None
+        assert scales[0] is not None
+        return scales[0].to(self.device)
 
     def dequant_scale(self, weight: Tensor) -> Tensor | None:
         """Return the scale of a filled weight whose codes in the file a level takes as they are; None for others."""
@@ -121,8 +125,19 @@ class FileSource:
 
     def unknown_names(self) -> list[str]:
         """Return the file's names of tensors that the model does not have."""
-        known = {self.layout.rename(name) for name in self._model_names}
+        known = {part.name for place in self._places.values() for part in place.parts}
         return [name for name in self.files.names if name not in known]
+
+    def _find(self, model: nn.Module) -> dict[str, Place]:
+        """Find each tensor of the model in the files, by the model's names; a name that they lack is left out."""
+        found, places_of = dict[str, Place](), places_in_file(model, self.layout)
+        named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        for name, tensor in chain(*named):
+            for place in places_of(name, tensor.shape):
+                if place.parts and all(part.name in self.files for part in place.parts):
+                    found[name] = place
+                    break
+        return found
 
     def fill(self, layer: nn.Module) -> None:
         """Put the values of a layer's own parameters in the place of those on `meta`."""
@@ -170,17 +185,24 @@ class FileSource:
 
     def _values(self, name: str) -> Tensor:
         """The tensor that the model calls `name`, on the device."""
-        return self.layout.from_file(name, self.files.read(self.layout.rename(name)).to(self.device)).contiguous()
+        place, matrices = self._places[name], []
+        for parts in place.matrices:
+            rows = [self.files.read(part.name, part.matrix).to(self.device) for part in parts]
+            matrices.append(rows[0] if len(rows) == 1 else torch.cat(rows))
+        return self.layout.from_file(name, torch.stack(matrices) if place.is_stack else matrices[0]).contiguous()
 
     def _check_shape(self, parameter: nn.Parameter) -> None:
         name = self._names[id(parameter)]
-        found = self.files.shape(self.layout.rename(name))
-        expected = tuple(self.layout.to_file(name, parameter).shape)
-        if found != expected:
-            raise ValueError(
-                f"{self.layout.rename(name)} in {self.files.folder} has shape {found}; the model's is {expected}. Build the "
-                "model that the checkpoint is of."
-            )
+        place, expected = self._places[name], tuple(self.layout.to_file(name, parameter).shape)
+        of_matrix = expected[1:] if place.is_stack else expected
+        for parts in place.matrices:
+            shapes = [self.files.shape(part.name)[0 if part.matrix is None else 1 :] for part in parts]
+            found = shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
+            if found != of_matrix or any(shape[1:] != found[1:] for shape in shapes):
+                raise ValueError(
+                    f"{parts[0].name} in {self.files.folder} has shape {found}; the model's is {of_matrix}. Build the model "
+                    "that the checkpoint is of."
+                )
 
     def _check_tie(self, names: Sequence[str]) -> None:
         """Refuse a folder whose tensors of one parameter differ: all but one would be lost, such as a trained head."""

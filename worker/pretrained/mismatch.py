@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octet.api_schemas import FamilySpec, Files, TokenInput
+from octet.api_schemas import Files, JobSpec, TokenInput
 from octet.api_schemas.export import Divergence, MismatchCard
 from octet.api_schemas.models.huggingface import HuggingFaceSpec
 from octet.worker.fp8.weight import is_float8_weight
@@ -29,12 +29,13 @@ from octet.worker.models import TrainedModel, build_model
 from octet.worker.models.cross_entropy import IGNORED
 from octet.worker.models.meta import parameters_on_meta
 from octet.worker.models.wrapped import WrappedModel
-from octet.worker.prepare.export_state_dict import plain_tensors
+from octet.worker.prepare.export_state_dict import held_names
 from octet.worker.pretrained.compressed import Fp8Form
 from octet.worker.pretrained.files import PretrainedFiles
+from octet.worker.pretrained.layouts import layout_of_model
 from octet.worker.pretrained.load import FileSource
 from octet.worker.pretrained.start import start_model
-from octet.worker.pretrained.write import converted_layers
+from octet.worker.pretrained.write import layers_in_codes
 
 _PIECE_ELEMENTS = 1 << 22
 """Logits that are compared at a time, in fp64."""
@@ -44,15 +45,15 @@ Batch = Mapping[str, Tensor]
 
 @torch.no_grad()
 def measure(
-    model: nn.Module, family: FamilySpec, folder: Path, form: Fp8Form, batches: Iterable[Batch], num_tokens: int
+    model: nn.Module, job: JobSpec, folder: Path, form: Fp8Form, batches: Iterable[Batch], num_tokens: int
 ) -> MismatchCard:
     """Compare a trained model with the folder that was written of it, on held-out batches.
 
-    model: at its level, on the CPU. family: of the job. form: how servers use FP8 weights. num_tokens: the comparison ends
+    model: at its level, on the CPU. job: which trained it. form: how servers use FP8 weights. num_tokens: the comparison ends
     with the batch that reaches so many. Raises ValueError where the files are no network of the family, and where no batch
     has a token.
     """
-    served = read_network(model, family, folder)
+    served = read_network(model, job, folder)
     expected = copy.deepcopy(served)
     _put_values(expected, model)
     dtype_name = json.loads((folder / "config.json").read_text())["dtype"]
@@ -60,7 +61,7 @@ def measure(
         _round_to(network.eval(), dtype_name)
     model.eval()
     evaluation, weights, digest = _Differences(), _Differences(), hashlib.sha256()
-    as_server = _server(served, converted_layers(model), form)
+    as_server = _server(served, layers_in_codes(model, layout_of_model(model, in_fp8=True)), form)
     for batch in batches:
         digest.update(batch["images" if "images" in batch else "tokens"].contiguous().numpy().tobytes())
         written_PV = _logits(served, batch)
@@ -76,13 +77,15 @@ def measure(
     )
 
 
-def read_network(model: nn.Module, family: FamilySpec, folder: Path) -> TrainedModel:
-    """Return the network of a trained model, in fp32 on the CPU, with the values in a folder. Raises ValueError."""
-    files = Files.below((folder,))
+def read_network(model: nn.Module, job: JobSpec, folder: Path) -> TrainedModel:
+    """Return the network of a job, in fp32 on the CPU, with the values in a folder. Raises ValueError."""
+    files, family = Files.below((folder,)), job.model
     if isinstance(model, WrappedModel):
         takes = family.sizes.takes
         mask_token = takes.mask_token if isinstance(takes, TokenInput) else None  # config.json does not have it
-        network, source = start_model(HuggingFaceSpec(path=str(folder), mask_token=mask_token), 0, files)
+        network, source = start_model(
+            HuggingFaceSpec(path=str(folder), mask_token=mask_token), 0, files, precision=job.precision
+        )
     else:
         with parameters_on_meta():
             network = build_model(family, 0)
@@ -157,8 +160,6 @@ def _round_to(network: nn.Module, dtype_name: str) -> None:
 
 def _put_values(network: nn.Module, trained: nn.Module) -> None:
     """Copy the weights that a trained model multiplies with into a plain network of the same names."""
-    held = dict(network.named_parameters(remove_duplicate=False)) | dict(network.named_buffers(remove_duplicate=False))
-    weights = dict(trained.named_parameters())
-    for name, values in plain_tensors(trained):
-        weight = weights.get(name)
-        held[name].copy_(weight.codes.float() * weight.dequant_scale if is_float8_weight(weight) else values)
+    places = held_names(network)
+    for name, held in held_names(trained).items():
+        places[name].copy_(held.codes.float() * held.dequant_scale if is_float8_weight(held) else held)

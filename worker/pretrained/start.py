@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from octet.api_schemas import ANY_FILE, EventReport, FamilySpec, Files, SpecConflict
+from octet.api_schemas.precision import PrecisionSpec
 from octet.worker.common.config import TrainConfig
 from octet.worker.common.errors import InvalidConfig
+from octet.worker.fp8.experts import unstack_experts
 from octet.worker.mesh import Axis
 from octet.worker.models import TrainedModel, build_model
 from octet.worker.models.huggingface import build_from, build_without_values
@@ -62,13 +64,16 @@ def start_job(config: TrainConfig, device: torch.device) -> StartedModel:
         spec, files = config.model, config.readable_files
         with parameters_on_meta():
             model = build_model(spec, config.seed, files) if spec.files is None else build_without_values(spec, files)
+        unstack_experts(model, config.precision)
         if spec.files is None:
             drawn = DrawnValues(model, config.seed, device, config.training.start_change)
             return StartedModel(model, drawn, drawn)
         if (source := _source(model, _opened(spec, files), device)) is not None:
             return StartedModel(model, source, ReadValues(source, model))
         reason = "the tensors of its folder are not the network's own, so transformers reads them all"
-    started = start_model(config.model, config.seed, config.readable_files, device, config.training.start_change)
+    started = start_model(
+        config.model, config.seed, config.readable_files, device, config.precision, config.training.start_change
+    )
     return StartedModel(*started, events=_whole_events(reason))
 
 
@@ -77,24 +82,29 @@ def start_model(
     seed: int,
     files: Files = ANY_FILE,
     device: torch.device | str = "cpu",
+    precision: PrecisionSpec | None = None,
     start_change: float = 0.0,
 ) -> tuple[TrainedModel, FileSource | None]:
     """Return the whole network of a spec, on the device, and None; or on `meta`, and what gives it its values.
 
     The second holds for a folder whose tensors are the network's own, name by name: no fp32 copy of the weights is made. Other
-    folders, such as those whose experts transformers joins, are read as a whole. With `start_change` all are.
-    start_change: as in `change_values`. Raises InvalidConfig.
+    folders are read as a whole, and with `start_change` all are. precision: of the job, at whose level experts of a mixture
+    are read one by one. start_change: as in `change_values`. Raises InvalidConfig.
     """
     device = torch.device(device)
-    if spec.files is None or start_change:
-        whole = build_model(spec, seed, files) if spec.files is None else read_model(spec, files)
-        change_start(whole, start_change, seed)
-        return whole.to(device), None
-    with parameters_on_meta():
-        model = build_without_values(spec, files)
-    if (source := _source(model, _opened(spec, files), device)) is not None:
-        return model, source
-    return read_model(spec, files).to(device), None
+    if spec.files is not None and not start_change:
+        with parameters_on_meta():
+            model = build_without_values(spec, files)
+        if precision is not None:
+            unstack_experts(model, precision)
+        if (source := _source(model, _opened(spec, files), device)) is not None:
+            return model, source
+    model = build_model(spec, seed, files) if spec.files is None else read_model(spec, files)
+    change_start(model, start_change, seed)
+    model = model.to(device)
+    if precision is not None:
+        unstack_experts(model, precision)
+    return model, None
 
 
 def read_model(spec: FamilySpec, files: Files = ANY_FILE) -> TrainedModel:

@@ -29,7 +29,7 @@ from octet.worker.pretrained.compressed import (
     quantization_config,
 )
 from octet.worker.pretrained.folder import MappedValues, ShardWriter, check_new, new_folder
-from octet.worker.pretrained.layouts import Layout, layout_of_model
+from octet.worker.pretrained.layouts import Layout, NamesOfTransformers, experts_in_file, layout_of_model
 
 PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FORMATS = (*PLAIN_DTYPES, "fp8")
@@ -96,16 +96,16 @@ def check_form(model: nn.Module, format: str, strategy: str | None = None, form:
     _check_fp8_form(format, strategy, form)
     if format != "fp8":
         return
-    if not converted_layers(model):
+    if not layers_in_codes(model, layout):
         raise ValueError('format "fp8" writes converted layers; the model has none. Initialize it at a level, or use "bf16".')
-    transposed = [name for name in converted_layers(model) if getattr(model.get_submodule(name), "is_transposed", False)]
+    transposed = [name for name in layers_in_codes(model, layout) if getattr(model.get_submodule(name), "is_transposed", False)]
     if transposed:
         raise ValueError(
             f"{transposed[0]} and {len(transposed) - 1} more layers are Conv1D, which compressed-tensors does not quantize; "
             'allowed: models of nn.Linear. Use format "bf16".'
         )
     if form.is_of_blocks:
-        for name in converted_layers(model):
+        for name in layers_in_codes(model, layout):
             num_inputs = model.get_parameter(join(name, "weight")).shape[1]
             if num_inputs % BLOCK:
                 raise ValueError(
@@ -126,15 +126,21 @@ def _check_fp8_form(format: str, strategy: str | None, form: Fp8Form) -> None:
         )
 
 
-def converted_layers(model: nn.Module) -> Collection[str]:
+def _converted(model: nn.Module) -> Collection[str]:
     """Return the names of the layers that a level has converted."""
     report = getattr(model, "octet_report", None)
     return report.converted if isinstance(report, ConversionReport) else ()
 
 
+def layers_in_codes(model: nn.Module, layout: Layout) -> list[str]:
+    """Return the layers that are written as codes: the converted ones, but experts that files hold in stacks."""
+    experts = experts_in_file(model, layout)
+    return [name for name in _converted(model) if experts.get(name) != []]
+
+
 def _strategy_of(model: nn.Module) -> str:
     """The strategy that loses nothing: a tensor's where codes are held, else that of the products' weight scales."""
-    layer = model.get_submodule(next(iter(converted_layers(model))))
+    layer = model.get_submodule(next(iter(_converted(model))))
     if not isinstance(layer, Float8Linear) or (layer.encoded is not None and layer.encoded.codes.dtype == E4M3):
         return "tensor"
     return next(strategy for strategy, kind in KINDS.items() if kind is layer.recipe.weight.kind)
@@ -142,31 +148,50 @@ def _strategy_of(model: nn.Module) -> str:
 
 def _in_fp8(model: nn.Module, strategy: str, layout: Layout, form: Fp8Form) -> Tensors:
     """Yield the tensors under the file's names. One weight at a time is decoded."""
-    converted = set(converted_layers(model))
-    for name, tensor in plain_tensors(model, leave_out={join(name, "weight") for name in converted}):
+    in_codes, reader = layers_in_codes(model, layout), reader_of(model)
+    experts = {name: parts for name, parts in experts_in_file(model, layout).items() if parts}
+    leave_out, wide = {join(name, "weight") for name in (*in_codes, *experts)}, experts.keys() - set(in_codes)
+    for name, tensor in plain_tensors(model, leave_out=leave_out):
         yield layout.rename(name), layout.to_file(name, tensor)
-    for name in converted_layers(model):
-        codes, scale = _compressed(model, name, strategy, layout, form)
-        theirs = layout.rename_module(name)
-        yield join(theirs, "weight"), codes
-        yield join(theirs, form.scale_name), scale
+    for name, parts in experts.items():
+        if name in wide:
+            values = reader.values(model.get_parameter(join(name, "weight")))
+            yield from zip(parts, values.chunk(len(parts)), strict=True)
+    for name in in_codes:
+        theirs = experts.get(name) or [join(layout.rename_module(name), "weight")]
+        for part, (codes, scale) in zip(theirs, _compressed(model, name, strategy, layout, form, len(theirs)), strict=True):
+            yield part, codes
+            yield part.removesuffix("weight") + form.scale_name, scale
 
 
-def _compressed(model: nn.Module, name: str, strategy: str, layout: Layout, form: Fp8Form) -> CompressedWeight:
+def _compressed(
+    model: nn.Module, name: str, strategy: str, layout: Layout, form: Fp8Form, num_parts: int
+) -> list[CompressedWeight]:
+    """Return a weight by parts of its rows."""
     weight_name = join(name, "weight")
     weight, reader = model.get_parameter(weight_name), reader_of(model)
     if is_float8_weight(weight) and weight.codes.dtype == E4M3 and (strategy == "tensor" or form.is_of_blocks):
         codes = layout.to_file(weight_name, reader.codes(weight).view(torch.uint8)).view(E4M3)
-        as_held = CompressedWeight(codes, weight.dequant_scale.detach().reshape(1))
-        return over_blocks(as_held) if form.is_of_blocks else as_held
-    return compress(layout.to_file(weight_name, reader.values(weight).float()), strategy)
+        held = [CompressedWeight(part, weight.dequant_scale.detach().reshape(1)) for part in codes.chunk(num_parts)]
+        return [over_blocks(part) for part in held] if form.is_of_blocks else held
+    values = layout.to_file(weight_name, reader.values(weight).float())
+    return [compress(part, strategy) for part in values.chunk(num_parts)]
 
 
 def _ignored(model: nn.Module, layout: Layout) -> list[str]:
-    """The file's names of the linear layers that hold no codes."""
-    converted = set(converted_layers(model))
-    linears = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, HalfLinear, Float8Linear))]
-    return [layout.rename_module(name) for name in linears if name not in converted]
+    """The file's names of the linear layers that hold no codes. To a server the routers of mixtures are such layers."""
+    in_codes, experts = set(layers_in_codes(model, layout)), experts_in_file(model, layout)
+    names, ignored = NamesOfTransformers(model), dict[str, None]()
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        is_router = weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
+        if name in in_codes or not (is_router or isinstance(module, (nn.Linear, HalfLinear, Float8Linear))):
+            continue
+        held_by = name.rsplit(".", 2)[0] if experts.get(name) == [] else name
+        for theirs in experts.get(name) or [join(layout.rename_module(held_by), "weight")]:
+            both = (theirs, names.in_file(theirs))
+            ignored |= dict.fromkeys(one.removesuffix(".weight") for one in both)
+    return list(ignored)
 
 
 def _each(tensors: Tensors, change: Callable[[str, Tensor], tuple[str, Tensor]]) -> Tensors:

@@ -14,6 +14,7 @@ from octet.api_schemas import EventReport, JobSummary, JsonScalar, MeasuredRepor
 from octet.api_schemas.measured import MAX_LAYERS, LayerHealth, MemoryBytes
 from octet.worker.common.config import TrainConfig
 from octet.worker.fp8.convert import ConversionReport
+from octet.worker.fp8.experts import has_experts
 from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.statistics import OperandSample
@@ -161,10 +162,12 @@ def conversion_events(conversion: ConversionReport, model: nn.Module) -> Iterato
 
 
 def compile_events(config: TrainConfig, model: nn.Module, device: torch.device) -> Iterator[EventReport]:
-    """Yield why a job on CUDA that leaves it open does not compile the blocks of its model."""
-    is_open = config.training.compile == "auto"
-    reason = "the model repeats none" if is_open and not repeated_blocks(model) else config.not_compiled
-    if reason is not None and device.type == "cuda":
+    """Yield why a job does not compile the blocks of its model, on CUDA or where it asked for it."""
+    compiling = config.training.compile
+    reason = "the model repeats none" if compiling == "auto" and not repeated_blocks(model) else config.not_compiled
+    if compiling != "off" and has_experts(model):
+        reason = "the host reads how many tokens each expert has, in each pass of a block with experts"
+    if reason is not None and (device.type == "cuda" or compiling == "on"):
         yield EventReport(type="training.not_compiled", message=f"blocks run without torch.compile: {reason}")
 
 

@@ -3,26 +3,33 @@
 Three run in `make test`, the rest as a matrix.
 """
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from octet.api_schemas import TokenInput
 from octet.api_schemas.models.architectures import TASKS
 from octet.api_schemas.models.huggingface import HuggingFaceSpec
+from octet.api_schemas.precision import PrecisionSpec
 from octet.worker import export, fuse_loss, plain_state_dict
 from octet.worker.common.errors import InvalidConfig
 from octet.worker.fp8.convert import ConversionReport
+from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.layout import layout_of
+from octet.worker.fp8.weight import is_float8_weight
 from octet.worker.models import build_model
 from octet.worker.models.huggingface import AUTO_CLASSES, transformers
 from octet.worker.models.linear_cross_entropy import DeferredLogits
 from octet.worker.models.wrapped import wrap
 from octet.worker.prepare.initialize import initialize
+from octet.worker.pretrained.load import load_pretrained
 from octet.worker.train.reports import conversion_events
 from tests.kit.text import text
 
@@ -33,6 +40,7 @@ WIDE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attentio
 DECODER = WIDE | {"vocab_size": VOCABULARY, "intermediate_size": 128, "max_position_embeddings": 64}
 GROUPED = DECODER | {"num_key_value_heads": 2}
 UNPADDED = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ENCODER = DECODER | NO_DROPOUT
 
@@ -56,6 +64,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granite": GROUPED,
     "stablelm": GROUPED,
     "mixtral": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": GROUPED | EXPERTS | {"head_dim": 16, "decoder_sparse_step": 1},
+    "olmoe": GROUPED | UNPADDED | {"num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": DECODER
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 2, "topk_group": 1}
+    | {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    | {"first_k_dense_replace": 1},
+    "gpt_oss": GROUPED
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "roberta": ENCODER | {"max_position_embeddings": 66},
     "bert": ENCODER,
     "deberta-v2": ENCODER | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 16},
@@ -97,6 +114,7 @@ def test_it_converts_learns_and_is_exported(architecture: str, tmp_path: Path) -
     torch.set_num_threads(1)
     model = build_model(HuggingFaceSpec(architecture=architecture, config=CONFIGS[architecture]), seed=0)
     batch = batch_of(architecture)
+    unstack_experts(model, PrecisionSpec(level="O2"))
     linears = {name for name, module in model.named_modules() if layout_of(module) is not None}
     trained, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "O2")
     assert optimizer is not None
@@ -134,17 +152,78 @@ def _check_export(architecture: str, trained: nn.Module, optimizer: torch.optim.
         torch.testing.assert_close(wrap(loaded.eval(), task)(inputs), plain(inputs), rtol=1e-4, atol=1e-5)
 
 
-def test_experts_that_are_no_linear_layers_are_left_and_counted() -> None:
-    """Attention in a mixture of experts is converted; its experts are one parameter, and the job's event says so."""
-    model = build_model(HuggingFaceSpec(architecture="mixtral", config=CONFIGS["mixtral"]), seed=0)
-    trained, _ = initialize(model, None, "O2")
+NOT_CONVERTED = re.compile(r"embed_tokens|lm_head|norm|bias|sinks|mlp\.gate\.weight|mlp\.router\.weight")
+"""Parameters of mixtures that no level converts: of embeddings, heads, norms, attention's sinks and routers; biases."""
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"])
+def test_a_mixture_is_converted_but_for_its_ends_and_routers(architecture: str, tmp_path: Path) -> None:
+    """It computes what transformers does, is trained, and an export in FP8 says of each tensor what it is."""
+    torch.set_num_threads(1)
+    spec, batch = HuggingFaceSpec(architecture=architecture, config=CONFIGS[architecture]), batch_of(architecture)
+    plain, model = build_model(spec, seed=0), build_model(spec, seed=0)
+    expected = plain(batch["tokens"])
+    unstack_experts(model, PrecisionSpec(level="O3"))
+    torch.testing.assert_close(model(batch["tokens"]), expected, rtol=1e-4, atol=1e-5)
+    trained, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "O3")
     report = trained.octet_report
     assert isinstance(report, ConversionReport)
-    assert {name.rpartition(".")[2] for name in report.converted} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    left = {name: parameter.numel() for name, parameter in trained.named_parameters() if not is_float8_weight(parameter)}
+    assert not [name for name in left if not NOT_CONVERTED.search(name)]
+    num_parameters = sum(parameter.numel() for parameter in plain.parameters())
+    assert report.num_converted_parameters == num_parameters - sum(left.values()) > 0.7 * num_parameters
+    assert not [event for event in conversion_events(report, trained) if event.type == "layers.not_linear"]
+    model.loss(batch).loss.backward()
+    assert optimizer is not None
+    optimizer.step()
+    folder = export(trained, optimizer, tmp_path / "exported", format="fp8")
+    check_claims(folder)
+    loaded, info = transformers().AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
+    again, _ = load_pretrained(folder, "O3")
+    values = plain_state_dict(again)
+    codes = {
+        name: layer.encoded.codes for name, layer in trained.named_modules() if getattr(layer, "encoded", None) is not None
+    }
+    assert len(codes) == len(report.converted)
+    if architecture != "gpt_oss":  # its files hold experts in stacks, which are written in bf16
+        assert all(
+            torch.equal(again.get_submodule(name.removeprefix("network.")).encoded.codes, own) for name, own in codes.items()
+        )
+    with torch.no_grad():
+        logits, theirs = again.eval()(batch["tokens"]).logits, loaded.eval()(batch["tokens"]).logits.float()
+    assert (logits - theirs).norm() < 0.1 * logits.norm()
+    assert values.keys() == {name.removeprefix("network.") for name in plain_state_dict(trained)}
+
+
+def check_claims(folder: Path) -> None:
+    """Each matrix of a file is codes with a scale, an embedding, or named by `ignore` itself or by what holds it."""
+    ignored = json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() < 2 or name.endswith("_scale") or "embed_tokens" in name:
+            continue
+        is_ignored = any(name == module or name.startswith(f"{module}.") for module in ignored)
+        assert (tensor.dtype == torch.float8_e4m3fn and f"{name}_scale" in tensors) != is_ignored, name
+
+
+class OwnExperts(nn.Module):
+    """Experts that are none of transformers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.weight = nn.Linear(32, 32), nn.Parameter(torch.zeros(3, 32, 64))
+
+
+def test_experts_of_classes_of_their_own_are_left_and_counted() -> None:
+    """A job's event names what no level converts."""
+    trained, _ = initialize(nn.Sequential(nn.Linear(32, 32), OwnExperts()), None, "O2")
+    report = trained.octet_report
+    assert isinstance(report, ConversionReport)
+    assert report.converted == ("0", "1.router")
     [event] = [event for event in conversion_events(report, trained) if event.type == "layers.not_linear"]
-    experts = [parameter.numel() for name, parameter in trained.named_parameters() if "experts" in name]
-    assert event.data == {"parameters": sum(experts)}
-    assert sum(experts) > 0
+    assert event.data == {"parameters": 3 * 32 * 64}
+    assert "1.weight" in event.message
 
 
 @pytest.mark.parametrize("architecture", [name for name in CONFIGS if TASKS[name] == "next_token"])

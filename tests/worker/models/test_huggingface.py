@@ -10,9 +10,14 @@ import torch
 from octet.api_schemas import EvaluationReport, EventReport, Files, JobSpec, StartedReport
 from octet.api_schemas.models.architectures import ARCHITECTURES, TASKS
 from octet.api_schemas.models.huggingface import HuggingFaceSpec
+from octet.api_schemas.precision import PrecisionSpec
+from octet.worker.checkpoint import load_folder
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.common.errors import Cancelled, InvalidConfig
+from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.models import build_model
+from octet.worker.prepare.initialize import prepare
+from octet.worker.pretrained.__main__ import main as export_main
 from octet.worker.pretrained.start import read_model, start_model
 from octet.worker.train.reports import stacked_matrices
 from tests.kit.training import Recorder, train, with_training
@@ -143,7 +148,6 @@ def test_a_folder_outside_the_roots_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"hidden_sice": 64}, "Did you mean 'hidden_size'"),
         ({"num_attention_heads": 3}, "llama"),
         ({"hidden_size": "wide"}, "hidden_size"),
     ],
@@ -165,14 +169,34 @@ def test_initial_values_depend_on_the_seed_alone() -> None:
     assert not torch.equal(first.network.lm_head.weight, other.network.lm_head.weight)
 
 
-def test_experts_that_no_linear_layer_holds_are_named(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+def test_a_mixture_trains_resumes_and_is_exported_as_a_job(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    """Resumed, it has the losses of a run without a break; exported in FP8 and read again, its codes."""
     config = LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
-    document = with_training(with_model(spec_document, architecture="mixtral", config=config), "O2", steps=3)
-    recorder, _ = train(document, tmp_path)
-    (event,) = [event for event in recorder.of(EventReport) if event.type == "layers.not_linear"]
-    assert "experts" in event.message
-    assert event.data["parameters"] == 2 * 4 * 3 * 32 * 64
-    assert recorder.of(StartedReport)[0].num_layers_converted >= 8  # attention
+    document = with_training(
+        with_model(spec_document, architecture="mixtral", config=config), "O3", steps=4, checkpoint_every=2, compile="on"
+    )
+    recorder, _ = train(document, tmp_path / "job")
+    [started] = recorder.of(StartedReport)
+    messages = {event.type: event.message for event in recorder.of(EventReport)}
+    assert "layers.not_linear" not in messages
+    assert "how many tokens each expert has" in messages["training.not_compiled"]
+    assert started.num_layers_converted == 2 * (4 + 4 * 2)
+    begun = Recorder(stop_after_step=3)
+    with pytest.raises(Cancelled):
+        train(document, tmp_path / "halves", recorder=begun)
+    resumed, _ = train(document, tmp_path / "halves", begun.checkpoints())
+    assert resumed.losses() == recorder.losses()[2:]
+    newest = tmp_path / "job" / "checkpoints" / recorder.checkpoints()[0].name
+    assert export_main([str(newest), "--format", "fp8", "--out", str(tmp_path / "exported")]) == 0
+    saved = load_folder(newest)["model"]
+    model, source = start_model(HuggingFaceSpec(path=str(tmp_path / "exported")), 0, precision=PrecisionSpec(level="O3"))
+    assert source is not None
+    prepared = prepare(model, None, PrecisionSpec(level="O3"), source=source)
+    codes = {name: tensor for name, tensor in exact_state_dict(prepared.model).items() if name.endswith("weight_codes")}
+    assert len(codes) == started.num_layers_converted
+    assert all(torch.equal(tensor.float(), saved[name].float()) for name, tensor in codes.items())
+    with pytest.raises(ValueError, match="hold the experts of a mixture one by one"):
+        train(with_training(document, "bf16-amp", compile="off"), tmp_path / "halves", begun.checkpoints())
 
 
 def test_a_network_without_experts_leaves_nothing() -> None:

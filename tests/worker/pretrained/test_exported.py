@@ -11,6 +11,7 @@ from torch import nn
 
 from octet.worker import export, initialize, plain_state_dict
 from octet.worker.common.errors import StorageFull
+from octet.worker.fp8.experts import stack_entries
 from octet.worker.fp8.linear import Float8Linear
 from tests.kit.pretrained_models import (
     FAMILIES,
@@ -104,9 +105,10 @@ def test_fp8_computes_what_o3_evaluates(build: Callable[[], nn.Module], tmp_path
     folder = export(model, optimizer, tmp_path / "out", format="fp8", plain_dtype=torch.float32)
     loaded = from_pretrained(folder)
     plain = with_plain_values(build, model, None)
-    for name, layer in model.named_modules():
-        if isinstance(layer, Float8Linear):  # the values of the codes, as the layers multiply them
-            plain.get_parameter(f"{name}.weight").data.copy_(layer.weight_values())
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Float8Linear)}
+    values = {f"{name}.weight": layer.weight_values() for name, layer in layers.items()}  # as the layers multiply them
+    stack_entries(model, values)
+    plain.load_state_dict(values, strict=False)
     with torch.no_grad():
         torch.testing.assert_close(logits_of(loaded), logits_of(plain), rtol=0, atol=LOGIT_ERROR)
         assert_near_evaluation(loaded, model)

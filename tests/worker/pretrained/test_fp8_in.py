@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from octet.api_schemas import JobSpec, PrecisionSpec
+from octet.api_schemas import JobSpec, PrecisionSpec, SpecConflict
 from octet.api_schemas.models.huggingface import HuggingFaceSpec
 from octet.worker import export, load_pretrained, memory_report
 from octet.worker.common.config import RankEnv, resolve
@@ -171,6 +171,39 @@ def test_experts_of_their_own_are_decoded_and_joined(tmp_path: Path) -> None:
     for name, value in expected.items():
         decoded = 2 * value.to(torch.float8_e4m3fn).float() if ".experts." in name else value
         assert torch.equal(model.state_dict()[f"network.{name}"], decoded), name
+
+    # A job reads each matrix by itself.
+    split, source = start_model(HuggingFaceSpec(path=str(tmp_path)), 0, precision=PrecisionSpec(level="te"))
+    assert source is not None
+    started = prepare(split, None, PrecisionSpec(level="te"), source=source).model
+    assert len(started.octet_report.converted) == 4 + 4 * 2
+    values = started.state_dict()
+    assert all(torch.equal(values[name], value) for name, value in model.state_dict().items())
+
+
+def test_codes_of_stacked_experts_stay_as_they_are(tmp_path: Path) -> None:
+    """A stack (E, K, N) with a scale for each expert, as transformers saves GPT-OSS; biases and routers are plain."""
+    sizes = LLAMA | {"num_local_experts": 3, "num_experts_per_tok": 2, "num_hidden_layers": 1, "head_dim": 32}
+    config = sizes | {"layer_types": ["full_attention"], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    network("gpt_oss", config).save_pretrained(tmp_path)
+    tensors, scales = load_file(tmp_path / "model.safetensors"), torch.tensor([0.25, 2.0, 2.0**-9]).view(3, 1, 1)
+    stacked = [name for name, tensor in tensors.items() if tensor.dim() == 3]
+    for name in stacked:
+        tensors[name] = (tensors[name] / scales).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales.view(3).clone() if "down" in name else scales
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    document = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    model, _ = load_pretrained(tmp_path, "O3")
+    for name in stacked:
+        for index, layer in enumerate(model.get_submodule(name)):
+            assert torch.equal(layer.encoded.codes.float(), tensors[name][index].float())
+            assert float(layer.encoded.dequant_scale) == float(scales[index])
+    whole = read_model(HuggingFaceSpec(path=str(tmp_path)))
+    assert all(torch.equal(whole.state_dict()[f"network.{name}"], tensors[name].float() * scales) for name in stacked)
+    save_file(tensors | {f"{stacked[0]}_scale_inv": torch.ones(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(SpecConflict, match=r"has shape \(4,\); allowed: \(3, 1\) \(tensor\)"):
+        HuggingFaceSpec(path=str(tmp_path)).check_weights()
 
 
 def test_scales_in_ue8m0_and_of_activations(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models.llama import LlamaSizes
 from octet.worker import export, initialize, load_pretrained, memory_report, plain_state_dict
+from octet.worker.fp8 import weights
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.models.llama import Llama
 from tests.kit.pretrained_models import (
@@ -24,6 +25,7 @@ from tests.kit.pretrained_models import (
     split_into_files,
     tensors_in,
     their_llama,
+    their_mixture,
     trained,
 )
 from tests.kit.small_model import spread
@@ -176,6 +178,21 @@ def test_the_peak_is_the_level_and_one_layer(level: str, format: str, tmp_path: 
     held = sum(memory_report(model, optimizer).values())
     one_block = 4 * sum(parameter.numel() for parameter in build().blocks[0].parameters())
     assert held < peak <= held + one_block
+
+
+def test_the_experts_of_a_mixture_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its peak a matrix more than the level is held, where all experts of one layer have 16 as large."""
+    monkeypatch.setattr(weights, "PIECE_ELEMENTS", 1 << 12)
+    plain = their_mixture(num_experts=16, moe_intermediate_size=128)
+    plain.save_pretrained(tmp_path)
+    split_into_files(tmp_path)
+    loaded: list[Any] = []
+    peak = peak_bytes(lambda: loaded.append(load_pretrained(tmp_path, "O2", make_optimizer=adamw, tokens=16)))
+    [(model, optimizer)] = loaded
+    held, matrix = sum(memory_report(model, optimizer).values()), 4 * 256 * 64
+    assert held <= peak <= held + 2 * matrix
+    expected, _ = initialize(plain, None, "O2")
+    assert_same_bits(plain_state_dict(model), plain_state_dict(expected))
 
 
 class TestRefusals:

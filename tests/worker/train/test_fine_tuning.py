@@ -151,7 +151,7 @@ def test_weights_are_read_as_the_level_converts_them(base: Path, document: dict[
     assert all(parameter.is_meta for parameter in model.parameters())
     read: list[str] = []
     original = weights.files.read
-    weights.files.read = lambda name: (read.append(name), original(name))[1]  # type: ignore[method-assign]
+    weights.files.read = lambda name, *rest: (read.append(name), original(name, *rest))[1]  # type: ignore[method-assign]
     conversion = convert(model, read_options(level, {}), source=weights)
     weights.finish(conversion.model, None)
     plain = read_model(config.model)

@@ -47,6 +47,12 @@ QWEN3: dict[str, Any] = {
         **SIZES,
     },
 }
+MIXTURE = {
+    "family": "huggingface",
+    "architecture": "qwen3_moe",
+    "config": QWEN3["config"]
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "decoder_sparse_step": 1},
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +104,13 @@ def trained_model(job_dir: Path, step: int) -> torch.nn.Module:
     [
         (LLAMA, "O3", "none"),
         (QWEN3, "O2", "dynamic"),
+        (MIXTURE, "O3", "none"),  # transformers multiplies experts in 16 bits whatever `activations` says
         *(
             pytest.param(model, level, activations, marks=pytest.mark.matrix)
             for model, level, activations in ((QWEN3, "O3", "dynamic"), (LLAMA, "O2", "none"), (QWEN3, "te", "none"))
         ),
     ],
-    ids=["llama-O3", "qwen3-O2-dynamic", "qwen3-O3-dynamic", "llama-O2", "qwen3-te"],
+    ids=["llama-O3", "qwen3-O2-dynamic", "qwen3_moe-O3", "qwen3-O3-dynamic", "llama-O2", "qwen3-te"],
 )
 def test_transformers_computes_what_the_card_says(
     document: dict[str, Any], model: dict[str, Any], level: str, activations: str, tmp_path: Path
@@ -122,7 +129,7 @@ def test_transformers_computes_what_the_card_says(
     kl_divergence = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
     assert card.num_tokens == len(found) == 2 * 4 * 32
     assert card.evaluation.kl_divergence == pytest.approx(kl_divergence, rel=0.001)
-    assert card.evaluation.largest_logit_difference == pytest.approx(float((expected - found).abs().max()), rel=0.001)
+    assert card.evaluation.largest_logit_difference == pytest.approx(float((expected - found).abs().max()), rel=0.005)
     agreement = float((expected.argmax(-1) == found.argmax(-1)).double().mean())
     assert card.evaluation.top1_agreement == pytest.approx(agreement, abs=0.01)
     assert 0 < card.evaluation.kl_divergence < 0.01
