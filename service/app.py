@@ -23,7 +23,7 @@ from octet.service.http.problems import answers, install
 from octet.service.http.streams import Streams
 from octet.service.ingest.app import Ingest, route_to
 from octet.service.jobs.admission import Admission
-from octet.service.jobs.planning import Planner
+from octet.service.jobs.planning import Planning
 from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.rows import RowTotals, Sparklines
 from octet.service.jobs.submissions import Shown, Submissions
@@ -36,14 +36,21 @@ from octet.service.telemetry.loops import LoopHealth
 
 
 def create_app(
-    settings: Settings, *, database: Database, wake: Callable[[], None] = lambda: None, loops: LoopHealth | None = None
+    settings: Settings,
+    *,
+    database: Database,
+    wake: Callable[[], None] = lambda: None,
+    loops: LoopHealth | None = None,
+    planning: Planning | None = None,
 ) -> FastAPI:
-    """Build the API over a database. A dispatcher in this process is woken by `wake`, and `loops` counts its failures."""
+    """Build the API over a database. A dispatcher in this process has `wake`, counts `loops` and lends its `planning`."""
 
     telemetry = Telemetry(settings, database)
     streams = Streams(database)
     if loops is not None:
         telemetry.registry.register(loops)
+    plans_of_app = planning or Planning(settings)
+    telemetry.registry.register(plans_of_app)
     database.observe = telemetry.process.observe_transaction
 
     @asynccontextmanager
@@ -52,7 +59,8 @@ def create_app(
         async with telemetry.process.watching_the_loop():
             yield
         await streams.close()
-        await context.planner.close()
+        if planning is None:
+            await run_sync(plans_of_app.close)
 
     app = _Api(
         title="Octet",
@@ -73,9 +81,8 @@ def create_app(
     ingest = Ingest(database, settings.lease_s, telemetry, wake)
     places = QueuePlaces(database, settings)
     submissions = Submissions(database, show)
-    context = AppContext(
-        settings, database, wake, Admission(settings), submissions, places, Sparklines(), RowTotals(), Planner(settings)
-    )
+    parts = (Admission(settings), submissions, places, Sparklines(), RowTotals(), plans_of_app)
+    context = AppContext(settings, database, wake, *parts)
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams
@@ -87,11 +94,15 @@ def create_app(
     app.include_router(reference.router)
     page.mount(app.router)
     install(app)
+    _add_middleware(app, settings, ingest, telemetry)
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: Settings, ingest: Ingest, telemetry: Telemetry) -> None:
     app.add_middleware(LimitBodies, settings=settings, verify_token=ingest.tokens.verify)
     if settings.is_for_this_machine:
         app.add_middleware(RefuseOtherHosts)
     app.add_middleware(TimeRequests, telemetry=telemetry)
-    return app
 
 
 class _Api(FastAPI):

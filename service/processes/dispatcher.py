@@ -74,7 +74,7 @@ def dispatch(
     schema_is_newer = threading.Event()
     with (
         ending_on_newer_schema(database, schema_is_newer.set),
-        serving_metrics(metrics_address, dispatcher.health, lambda: dispatcher.leads),
+        serving_metrics(metrics_address, dispatcher.health, lambda: dispatcher.leads, dispatcher.planning),
     ):
         dispatcher.start()
         if autoscale:

@@ -293,6 +293,7 @@ def test_the_summary_is_the_job_s_result(client: TestClient, world: World) -> No
         "converted_memory_bytes": {"weights": 3200},
         "host_memory_bytes": 0,
         "peak_memory_bytes": None,
+        "reserved_memory_bytes": None,
         "data": {"unigram_entropy_nats": 3.0},
     }
     rank.train(1, 2, 3, 4)

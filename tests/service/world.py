@@ -25,7 +25,7 @@ from octet.service.cluster.fake import FakeLauncher
 from octet.service.db.engine import Database
 from octet.service.db.tables import AttemptRow, EventRow
 from octet.service.dispatcher import context as dispatcher_context
-from octet.service.dispatcher import grow, launch, orphans, place, release, watch
+from octet.service.dispatcher import grow, launch, orphans, place, plan, release, watch
 from octet.service.dispatcher.context import DispatcherContext
 from octet.service.ingest.apply import Applied, apply_all
 from octet.service.ingest.batches import SentBatch, read_batch
@@ -134,7 +134,7 @@ class World:
     def dispatch(self, look: Callable[[], object] = lambda: None) -> None:
         """Run every loop of jobs once. look: called after each."""
         self.renew()
-        for loop in (place, launch, watch, release, grow):
+        for loop in (plan, place, launch, watch, release, grow):
             loop.step(self.context)
             look()
 
