@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -62,18 +62,7 @@ def create_app(
         if planning is None:
             await run_sync(plans_of_app.close)
 
-    app = _Api(
-        title="Octet",
-        version=version("octet-fp8"),
-        summary="Distributed training in 8-bit floating point, as a service",
-        docs_url=None,
-        redoc_url=None,
-        lifespan=lifespan,
-        separate_input_output_schemas=False,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # ours are in `telemetry`; it looks for its own
-        dependencies=[Depends(refuse_unknown_query)],
-        responses=answers(421, 503),
-    )
+    app = _empty_app(lifespan)
 
     def show(transaction: Transaction, pairs: Sequence[tuple[Request, Submission]]) -> list[Shown]:
         return shown_submissions(transaction, context, pairs)
@@ -96,6 +85,21 @@ def create_app(
     install(app)
     _add_middleware(app, settings, ingest, telemetry)
     return app
+
+
+def _empty_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    return _Api(
+        title="Octet",
+        version=version("octet-fp8"),
+        summary="Distributed training in 8-bit floating point, as a service",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        separate_input_output_schemas=False,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # ours are in `telemetry`; it looks for its own
+        dependencies=[Depends(refuse_unknown_query)],
+        responses=answers(421, 503),
+    )
 
 
 def _add_middleware(app: FastAPI, settings: Settings, ingest: Ingest, telemetry: Telemetry) -> None:

@@ -17,7 +17,7 @@ from octet.api_schemas.plan import not_planned
 from octet.service import store
 from octet.service.dispatcher.context import AskedPlan, DispatcherContext
 from octet.service.jobs import planned
-from octet.service.jobs.planning import DEADLINE_S
+from octet.service.jobs.planning import DEADLINE_S, why_no_peaks
 from octet.service.scheduling.decide import pool_states
 from octet.service.store.queue import QueuedJob
 
@@ -82,7 +82,8 @@ def _made(context: DispatcherContext, job_id: str, asked: AskedPlan, pools: dict
     pool = pools[asked.pool]
     error = asked.plan.exception()
     plan = _without(asked.spec, pool, f"the planner failed: {error!r}") if error is not None else asked.plan.result()
-    if plan.level is not None or _waits_s(context, job_id) >= PATIENCE_WITH_AUTO_S or job_id not in context.unplanned_since_s:
+    is_waited_for = job_id in context.unplanned_since_s and _waits_s(context, job_id) < PATIENCE_WITH_AUTO_S
+    if plan.level is not None or not is_waited_for or why_no_peaks(context.settings):
         return plan
     if context.monotonic() - asked.asked_s >= ASK_AGAIN_AFTER_S:
         _ask(context, job_id, asked.spec, pool)

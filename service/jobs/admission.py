@@ -20,6 +20,7 @@ from octet.api_schemas.data.files import NEVER_READ, Files, outside_of_roots
 from octet.api_schemas.plan import why_not_traced
 from octet.api_schemas.rules.table import check_without_effect
 from octet.service.errors import EntrypointNotAllowed, InvalidRequest, NotReady
+from octet.service.jobs.planning import why_no_peaks
 from octet.service.settings import Settings
 
 CHECKS_AT_ONCE = 4
@@ -198,17 +199,15 @@ def _check_level(spec: JobSpec, settings: Settings) -> None:
     """Refuse level auto where no level could be chosen by what it takes."""
     if spec.precision.is_resolved:
         return
-    pool, reason = settings.pool(spec.resources.pool), why_not_traced(spec)
+    pool = settings.pool(spec.resources.pool)
     if pool is not None and not pool.plans_jobs:
         stating = ", ".join(pool.name for pool in settings.pools if pool.plans_jobs) or "none of this server's"
         change = "Name a level, choose such a pool, or have the operator state the memory of this one."
         _refuse(
             "precision.level", f"auto in pool {pool.name}", f"auto in pools with memory_per_device_bytes: {stating}", change
         )
-    if not settings.planner:
-        _refuse("precision.level", "auto", "a level: this server plans no peaks (OCTET_PLANNER)", "Name a level.")
-    if reason is not None:
-        _refuse("precision.level", "auto", f"auto for jobs whose peak can be planned; {reason}", "Name a level.")
+    if reason := why_no_peaks(settings) or why_not_traced(spec):
+        _refuse("precision.level", "auto", f"auto where a job's peak can be planned; {reason}", "Name a level.")
 
 
 def _readable_path(field: str, asked: str, files: Files) -> Path:

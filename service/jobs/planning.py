@@ -68,6 +68,15 @@ def _late() -> str:
     return f"its peak was not traced within {DEADLINE_S:g} s; ask again later"
 
 
+def why_no_peaks(settings: Settings) -> str | None:
+    """Return why a server traces no peaks at all; None if it does."""
+    if not settings.planner:
+        return "this server traces no peaks: its setting planner is off"
+    if find_spec("torch") is None:
+        return "this server traces no peaks: octet-fp8[worker] is not installed there"
+    return None
+
+
 class Planner:
     """Asks the process, and keeps its last answers."""
 
@@ -131,12 +140,8 @@ class Planner:
 
     async def _ask(self, key: str, request: TraceRequest) -> TraceReply:
         """Ask the process for a peak, unless it traces it already, and wait until the deadline. A late reply is kept."""
-        answer, reason = self._waiting.get(key), None
-        if not self._settings.planner:
-            reason = "this server traces no peaks: its setting planner is off"
-        elif find_spec("torch") is None:
-            reason = "this server traces no peaks: octet-fp8[worker] is not installed there"
-        elif answer is None and len(self._waiting) >= MOST_WAITING:
+        answer, reason = self._waiting.get(key), why_no_peaks(self._settings)
+        if reason is None and answer is None and len(self._waiting) >= MOST_WAITING:
             reason = f"{MOST_WAITING} traces are waiting; ask again later"
         if reason is not None:
             return TraceReply(id=request.id, reason=reason)

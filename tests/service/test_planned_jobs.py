@@ -1,5 +1,7 @@
 """Admission by plans: what a plan does to a queued job, and that neither a slow nor a dead planner holds up other jobs."""
 
+import os
+import signal
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,15 @@ from fastapi.testclient import TestClient
 
 from octet.api_schemas import FailureReason, FinishedReport, JobSpec, JobState, JobSummary, PoolConfig
 from octet.api_schemas.job_plan import JobPlan, Verdict
+from octet.api_schemas.levels import AUTOMATIC
+from octet.api_schemas.plan import PlanRequest
 from octet.service.dispatcher import plan as plan_loop
+from octet.service.errors import InvalidRequest
+from octet.service.jobs import planning
+from octet.service.jobs.admission import check_options
 from octet.service.jobs.planning import DEADLINE_S, Planning
 from octet.service.settings import Settings
-from tests.kit.waiting import LONG_S
+from tests.kit.waiting import LONG_S, wait_until
 from tests.service.databases import ON_SQLITE
 from tests.service.test_ingest_batches import SUMMARY
 from tests.service.world import World
@@ -66,7 +73,7 @@ def settings(tmp_path: Path) -> Settings:
         PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=2),
         PoolConfig(name="h100", node_label=("octet-pool", "h100"), slots=8, accelerator="cuda", memory_per_device_bytes=MEMORY),
     )
-    return Settings(data_dir=tmp_path / "data", pools=pools, planner=False)
+    return Settings(data_dir=tmp_path / "data", pools=pools)
 
 
 @pytest.fixture
@@ -271,7 +278,7 @@ def pool_ratio(client: TestClient) -> float | None:
     ("changes", "allowed"),
     [
         ({"resources": {"pool": "cpu"}}, "pools with memory_per_device_bytes: h100"),
-        ({"resources": {"pool": "h100"}}, "plans no peaks"),
+        ({"resources": {"pool": "h100", "workers": 2}, "parallelism": {"context": 2}}, "parallelism.context are not traced"),
     ],
 )
 def test_auto_is_refused_where_no_level_could_be_chosen(
@@ -285,11 +292,19 @@ def test_auto_is_refused_where_no_level_could_be_chosen(
 
 
 @ON_SQLITE
+def test_auto_is_refused_on_a_server_without_a_planner(world: World, spec_document: Document) -> None:
+    job = JobSpec.model_validate(spec_document | {"precision": "auto", "resources": {"pool": "h100"}})
+    with pytest.raises(InvalidRequest) as refused:
+        check_options(job, world.settings.model_copy(update={"planner": False}))
+    assert "planner is off" in refused.value.errors[0].allowed
+
+
+@ON_SQLITE
 def test_states_alone_refuse_without_a_trace(world: World, spec_document: Document) -> None:
     """The planner's process is off: what the closed form says is enough."""
     pool = world.settings.pools[1].model_copy(update={"memory_per_device_bytes": 10**5})
     job = JobSpec.model_validate(spec_document | {"precision": "bf16-amp", "resources": {"pool": "h100"}})
-    planner = Planning(world.settings.model_copy(update={"pools": (pool,)}))
+    planner = Planning(world.settings.model_copy(update={"pools": (pool,), "planner": False}))
     try:
         plan = planner.plan_job(job, pool).result(LONG_S)
     finally:
@@ -297,3 +312,84 @@ def test_states_alone_refuse_without_a_trace(world: World, spec_document: Docume
     assert plan.verdict == "no"
     assert plan.peak_bytes is None
     assert plan.lower_bytes == sum((plan.states or {}).values()) > 10**5
+
+
+@pytest.mark.slow
+@ON_SQLITE
+def test_the_process_chooses_the_first_level_whose_upper_bound_fits(
+    world: World, spec_document: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the submission to the rank's order, with the real planner; memory is just what level O2 takes at most."""
+    monkeypatch.setattr(planning, "DEADLINE_S", LONG_S)
+    model = spec_document["model"] | {"hidden_size": 128, "num_layers": 2, "vocab_size": 512}
+    job = JobSpec.model_validate(spec_document | {"model": model, "precision": "auto"})
+    planners = [Planning(settings_with(world, 10**12))]
+    try:
+        rows = planners[0].plan(PlanRequest(job=job, levels=AUTOMATIC)).result(LONG_S).rows
+        most = {row.level: row.fits[0].upper_bytes or 0 for row in rows}
+        assert most["O2"] < most["bf16-amp"], "the most precise level does not fit, and another does"
+        world.settings = world.context.settings = settings_with(world, most["O2"])
+        planners.append(Planning(world.settings))
+        world.context.planning = planners[1]
+        job_id = world.submit(model=model, precision="auto", pool="cpu")
+        wait_until(lambda: dispatched(world).job(job_id).state is not JobState.QUEUED)
+    finally:
+        for planner in planners:
+            planner.close()
+    chosen = next(level for level in AUTOMATIC if most[level] <= most["O2"])
+    assert world.launcher.started[-1].spec.precision.level == chosen
+    plan = world.job(job_id).plan
+    assert plan is not None
+    assert (plan.verdict, plan.upper_bytes, plan.states_agree) == ("yes", most[chosen], True)
+
+
+def settings_with(world: World, memory: int) -> Settings:
+    pool = world.settings.pools[0].model_copy(update={"memory_per_device_bytes": memory})
+    return world.settings.model_copy(update={"planner": True, "pools": (pool,)})
+
+
+def dispatched(world: World) -> World:
+    world.dispatch()
+    return world
+
+
+@pytest.mark.slow
+@ON_SQLITE
+def test_a_storm_of_jobs_while_the_planner_is_killed(world: World, client: TestClient, spec_document: Document) -> None:
+    """Every submission is stored, and every job is placed: without a plan where the process died."""
+    pool = world.settings.pools[1].model_copy(update={"slots": 64})
+    settings = world.settings.model_copy(update={"planner": True, "pools": (world.settings.pools[0], pool)})
+    world.settings = world.context.settings = settings
+    world.launcher.slots_present["h100"] = 64
+    planner = world.context.planning = Planning(settings)
+    killed: set[int] = set()
+
+    def kill_and_dispatch() -> bool:
+        process = planner._planner._process
+        if process is not None and process.returncode is None and process.pid not in killed:
+            killed.add(process.pid)
+            os.kill(process.pid, signal.SIGKILL)
+        world.dispatch()
+        return {world.job(job_id).state for job_id in jobs} == {JobState.STARTING}
+
+    try:
+        jobs = []
+        for number in range(24):
+            model = spec_document["model"] | {"hidden_size": 32 * (1 + number)}
+            document = spec_document | {"model": model, "resources": {"pool": "h100"}}
+            answer = client.post("/v1/jobs", json=document)
+            assert answer.status_code == 201, answer.text
+            jobs.append(answer.json()["id"])
+        wait_until(kill_and_dispatch)
+    finally:
+        planner.close()
+    assert killed
+    assert any("ended with status" in message_of(world, job_id, "job.not_planned") for job_id in jobs)
+
+
+@ON_SQLITE
+def test_a_pool_that_states_no_memory_starts_no_planner(world: World) -> None:
+    planner = world.context.planning = Planning(world.settings)
+    world.submit(pool="cpu")
+    world.dispatch()
+    assert planner._thread is None
