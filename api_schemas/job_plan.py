@@ -33,7 +33,7 @@ class JobPlan(Contract):
         default=(), description="of a job that does not fit: levels and options with which it would, each on its own"
     )
     possible_remedies: tuple[str, ...] = Field(
-        default=(), description="where none is sure: levels and options with which at least the states fit"
+        default=(), description="where none is sure: levels and options with which it may fit"
     )
     planner_version: str = Field(description="of octet-fp8")
 

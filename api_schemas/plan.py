@@ -183,6 +183,7 @@ def _changes(job: JobSpec) -> Iterator[dict[str, dict[str, Any]]]:
         yield {"parallelism": {"zero_stage": 1}}
     yield {"precision": {"level": "O2-8bit"}}
     yield {"training": {"saved_activations": "fp8"}}
+    yield {"training": {"micro_batch_size": 1}}
     yield {"training": {"activation_checkpointing": "full"}}
     if workers > 1 and zero_stage < 3:
         yield {"parallelism": {"zero_stage": 3}}

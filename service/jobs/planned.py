@@ -68,7 +68,7 @@ def _remedies(plan: JobPlan) -> str:
     if plan.remedies:
         return f"It would fit with one of: {', '.join(plan.remedies[:MOST_REMEDIES])}."
     if plan.possible_remedies:
-        return f"Its states would fit with one of: {', '.join(plan.possible_remedies[:MOST_REMEDIES])}."
+        return f"It may fit, which is not known, with one of: {', '.join(plan.possible_remedies[:MOST_REMEDIES])}."
     return "No level and no single option makes it fit: use more workers, a smaller model, or another pool."
 
 

@@ -13,6 +13,8 @@ from typing import Protocol
 
 from octet.api_schemas import FailureReason, PoolConfig
 
+WAITS_FOR_PLAN = "the memory that it takes is being planned; others are placed meanwhile"
+
 
 class Queued(Protocol):
     """A job in the queue, as the store reads it. Its former attempt is at large until its processes are known to be gone."""
@@ -160,7 +162,7 @@ def waits_for_plan(job: Queued, pool: PoolState | None) -> bool:
 
 
 def _plan_reason(job: Queued, pool: PoolState | None) -> str | None:
-    return "the memory that it takes is being planned; others are placed meanwhile" if waits_for_plan(job, pool) else None
+    return WAITS_FOR_PLAN if waits_for_plan(job, pool) else None
 
 
 def _pool_reason(job: Queued, pool: PoolState | None, free: int, blocker: Queued | None) -> str | None:
