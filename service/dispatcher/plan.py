@@ -19,7 +19,6 @@ from octet.service.dispatcher.context import AskedPlan, DispatcherContext
 from octet.service.jobs import planned
 from octet.service.jobs.planning import DEADLINE_S, why_no_peaks
 from octet.service.scheduling.decide import pool_states
-from octet.service.store.queue import QueuedJob
 
 MOST_ASKED = 8
 """Jobs whose plans are made at once: one may take a dozen traces, and the planner turns down more than 64."""
@@ -31,34 +30,34 @@ def step(context: DispatcherContext) -> None:
     pools = {pool.name: pool for pool in context.settings.pools if pool.plans_jobs}
     if not pools:
         return
+    _write_all(context, _collect(context, pools))
     with context.database.read() as session:
         heads = [job for name in pools for job in store.queue.head_of_queue(session, name)]
-        waiting = {job.id: job for job in heads if not job.is_planned}
-        specs = {job_id: JobSpec.read_stored(json.loads(text)) for job_id, text in _specs(context, session, waiting)}
-        have_slots = _pools_with_slots(context, session) if waiting else set()
-    now_s = context.monotonic()
-    context.unplanned_since_s = {job_id: context.unplanned_since_s.get(job_id, now_s) for job_id in waiting}
+        waiting = {job.id: job.pool for job in heads if not job.is_planned}
+        now_s = context.monotonic()
+        context.unplanned_since_s = {job_id: context.unplanned_since_s.get(job_id, now_s) for job_id in waiting}
+        unasked = [job_id for job_id in waiting if job_id not in context.asked_plans]
+        room = max(0, MOST_ASKED - len(context.asked_plans))
+        have_slots = _pools_with_slots(context, session) if unasked[room:] else set()
+        late = [each for each in unasked[room:] if waiting[each] in have_slots and _waits_s(context, each) >= DEADLINE_S]
+        texts = store.queue.specs_of(session, unasked[:room] + late) if unasked else {}
+    specs = {job_id: JobSpec.read_stored(json.loads(text)) for job_id, text in texts.items()}
+    for job_id in unasked[:room]:
+        if job_id in specs:
+            _ask(context, job_id, specs[job_id], pools[waiting[job_id]])
+    reason = f"its turn to be planned did not come within {DEADLINE_S:g} s"
+    resolved = [job_id for job_id in late if job_id in specs and specs[job_id].precision.is_resolved]
+    _write_all(context, {job_id: _without(specs[job_id], pools[waiting[job_id]], reason) for job_id in resolved})
+
+
+def _collect(context: DispatcherContext, pools: dict[str, PoolConfig]) -> dict[str, JobPlan]:
+    """Take the plans that were made since the last step, by job."""
     found: dict[str, JobPlan] = {}
     for job_id, asked in list(context.asked_plans.items()):
-        if asked.plan.done() and (plan := _made(context, job_id, asked, pools)) is not None:
+        if asked.plan.done() and (plan := _made(context, job_id, asked, pools[asked.pool])) is not None:
             del context.asked_plans[job_id]
-            found |= {job_id: plan} if job_id in waiting else {}
-    for job_id, spec in specs.items():
-        pool = pools[waiting[job_id].pool]
-        if len(context.asked_plans) < MOST_ASKED:
-            _ask(context, job_id, spec, pool)
-        elif spec.precision.is_resolved and pool.name in have_slots and _waits_s(context, job_id) >= DEADLINE_S:
-            found[job_id] = _without(spec, pool, f"its turn to be planned did not come within {DEADLINE_S:g} s")
-    context.each(lambda job_id: _write(context, job_id, found[job_id]), found)
-    if found:
-        context.wake()
-
-
-def _specs(context: DispatcherContext, session: Session, waiting: dict[str, QueuedJob]) -> list[tuple[str, str]]:
-    """Read the specs of the jobs that are not asked about yet, in the order of the queue."""
-    wanted = [job_id for job_id in waiting if job_id not in context.asked_plans]
-    specs = store.queue.specs_of(session, wanted) if wanted else {}
-    return [(job_id, specs[job_id]) for job_id in wanted if job_id in specs]
+            found[job_id] = plan
+    return found
 
 
 def _pools_with_slots(context: DispatcherContext, session: Session) -> set[str]:
@@ -77,9 +76,8 @@ def _ask(context: DispatcherContext, job_id: str, spec: JobSpec, pool: PoolConfi
     plan.add_done_callback(lambda _: context.wake())
 
 
-def _made(context: DispatcherContext, job_id: str, asked: AskedPlan, pools: dict[str, PoolConfig]) -> JobPlan | None:
+def _made(context: DispatcherContext, job_id: str, asked: AskedPlan, pool: PoolConfig) -> JobPlan | None:
     """Return the plan that was made. None if it chose no level in time, and is asked for again: late traces are kept."""
-    pool = pools[asked.pool]
     error = asked.plan.exception()
     plan = _without(asked.spec, pool, f"the planner failed: {error!r}") if error is not None else asked.plan.result()
     is_waited_for = job_id in context.unplanned_since_s and _waits_s(context, job_id) < PATIENCE_WITH_AUTO_S
@@ -92,6 +90,12 @@ def _made(context: DispatcherContext, job_id: str, asked: AskedPlan, pools: dict
 
 def _without(spec: JobSpec, pool: PoolConfig, reason: str) -> JobPlan:
     return not_planned(spec, pool, reason, version("octet-fp8"))
+
+
+def _write_all(context: DispatcherContext, plans: dict[str, JobPlan]) -> None:
+    if plans:
+        context.each(lambda job_id: _write(context, job_id, plans[job_id]), plans)
+        context.wake()
 
 
 def _write(context: DispatcherContext, job_id: str, plan: JobPlan) -> None:
