@@ -79,7 +79,7 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def planner(world: World) -> Promised:
     promised = Promised()
-    world.context.planning = promised
+    world.planning = world.context.planning = promised
     return promised
 
 
@@ -153,9 +153,8 @@ def test_auto_is_chosen_once_for_all_attempts(world: World, planner: Promised) -
     assert world.job(job_id).spec.precision.level == "auto"
     world.dispatch()
     planner.answer("yes", level="O3-split")
-    world.context.each(lambda _: plan_loop.step(world.context), [0])
+    plan_loop.step(world.context)
     world.restart()  # the dispatcher dies between the plan and the placement
-    world.context.planning = planner
     world.dispatch()
     assert world.launcher.started[-1].spec.precision.level == "O3-split"
     rank = world.rank_of(job_id)
@@ -207,9 +206,8 @@ def test_auto_without_a_choice_is_asked_again_and_then_fails(world: World, plann
 def test_a_dispatcher_that_dies_before_the_plan_leaves_the_job_to_the_next(world: World, planner: Promised) -> None:
     job_id = submit_to_h100(world)
     world.dispatch()
+    world.planning = second = Promised()
     world.restart()
-    second = Promised()
-    world.context.planning = second
     world.dispatch()
     planner.answer("no")  # nobody listens any more
     world.dispatch()
