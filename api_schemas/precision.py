@@ -85,9 +85,7 @@ class PrecisionSpec(Contract):
     def storage(self) -> Level:
         """The level's row: the format of everything that is computed and stored. Raises ValueError at level auto."""
         if self.level == "auto":
-            raise ValueError(
-                "precision.level: got auto; allowed: a level. The service chooses one for its jobs; name one here."
-            )
+            raise ValueError("a level by its name: only a service chooses one, for precision.level auto")
         return LEVELS[self.level]
 
     @property
