@@ -18,6 +18,7 @@ from octet.service.errors import InvalidRequest
 from octet.service.jobs import planning
 from octet.service.jobs.admission import check_options
 from octet.service.jobs.planning import DEADLINE_S, Planning
+from octet.service.processes.dispatcher import slots_wanted
 from octet.service.settings import Settings
 from tests.kit.waiting import LONG_S, wait_until
 from tests.service.databases import ON_SQLITE
@@ -97,6 +98,7 @@ def test_a_job_waits_for_its_plan_while_others_are_placed(world: World, planner:
     assert world.job(waiting).state is JobState.QUEUED
     assert world.job(other).state is JobState.STARTING
     assert len(planner.asked) == 1, "a pool without memory asks nobody"
+    assert slots_wanted(world.database, world.settings.pools) == {"cpu": 1, "h100": 0}, "no node is started in vain"
     planner.answer("yes")
     world.dispatch()
     job = world.job(waiting)
