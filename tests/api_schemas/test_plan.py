@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octet.api_schemas import JobSpec
@@ -156,7 +156,13 @@ def test_changes_are_jobs_of_their_own(workers: int) -> None:
 
 
 PEAKS = st.dictionaries(st.sampled_from(AUTOMATIC), st.integers(1, 3 * 10**10), min_size=len(AUTOMATIC))
-MEMORIES = st.integers(10**8, 6 * 10**10)
+NEAR = st.tuples(st.sampled_from(AUTOMATIC), st.integers(-(10**9), 3 * 10**9))
+"""A level, and how much more memory a device has than the level's lower bound: between the bounds, too."""
+
+
+def memory_near(near: tuple[str, int], activations: dict[str, int]) -> int:
+    level, more = near
+    return max(10**8, (planned(job(level), 10**12, activations).lower_bytes or 0) + more)
 
 
 def planned(spec: JobSpec, memory: int, activations: dict[str, int]) -> JobPlan:
@@ -167,8 +173,10 @@ def planned(spec: JobSpec, memory: int, activations: dict[str, int]) -> JobPlan:
     return job_plan(spec, pool(memory), rows_of(found, [pool(memory)], replies), "1")
 
 
-@given(memory=MEMORIES, activations=PEAKS)
-def test_auto_takes_the_most_precise_level_that_surely_fits(memory: int, activations: dict[str, int]) -> None:
+@settings(max_examples=40)
+@given(near=NEAR, activations=PEAKS)
+def test_auto_takes_the_most_precise_level_that_surely_fits(near: tuple[str, int], activations: dict[str, int]) -> None:
+    memory = memory_near(near, activations)
     at = {level: planned(job(level), memory, activations) for level in AUTOMATIC}
     chosen = planned(job("auto"), memory, activations)
     surely = [level for level, plan in at.items() if plan.verdict == "yes"]
@@ -183,9 +191,14 @@ def test_auto_takes_the_most_precise_level_that_surely_fits(memory: int, activat
     assert chosen.model_copy(update={"asked_level": chosen.level}) == at[chosen.level]
 
 
-@given(memories=st.tuples(MEMORIES, MEMORIES), activations=PEAKS)
-def test_more_memory_never_makes_auto_less_precise(memories: tuple[int, int], activations: dict[str, int]) -> None:
-    less, more = (planned(job("auto"), memory, activations) for memory in sorted(memories))
+@settings(max_examples=40)
+@given(near=st.tuples(NEAR, NEAR), activations=PEAKS)
+def test_more_memory_never_makes_auto_less_precise(
+    near: tuple[tuple[str, int], tuple[str, int]], activations: dict[str, int]
+) -> None:
+    less, more = (
+        planned(job("auto"), memory, activations) for memory in sorted(memory_near(each, activations) for each in near)
+    )
     assert less.level is not None
     assert more.level is not None
     assert ORDER.index(less.verdict) <= ORDER.index(more.verdict)
