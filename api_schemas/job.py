@@ -10,6 +10,7 @@ from octet.api_schemas.base import Contract, Timestamp, refusal
 from octet.api_schemas.data import DataSpec
 from octet.api_schemas.export import ExportSpec, MismatchCard
 from octet.api_schemas.inputs import tokens_per_sample
+from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.layout import BatchDivision, Layout, ParallelismSpec
 from octet.api_schemas.models import ModelSizes, ModelSpec
 from octet.api_schemas.precision import PrecisionSpec
@@ -153,8 +154,8 @@ class ValidatedJob(Contract):
     recipe: RecipeSpec | None = Field(description=_RECIPE)
     num_block_weights: int | None = Field(description="elements of the weight matrices that the level converts; null as above")
     micro_batch_size: int
-    gradient_accumulation: Literal["fp8", "fp32"] = Field(
-        description="format in which a rank holds gradients of converted weights between micro-batches"
+    gradient_accumulation: Literal["fp8", "fp32"] | None = Field(
+        description="format in which a rank holds gradients of converted weights between micro-batches; null at level auto"
     )
     tokens_per_step: int
     states: dict[str, int] | None = Field(
@@ -211,6 +212,7 @@ class JobSummary(Contract):
     converted_memory_bytes: dict[str, int] = Field(description="as memory_bytes, for the converted layers' weights only")
     host_memory_bytes: int = Field(default=0, description="states in host memory, by training.offload_optimizer; 0 on cpu")
     peak_memory_bytes: int | None = Field(description="device peak on cuda; null on cpu")
+    reserved_memory_bytes: int | None = Field(default=None, description="peak of torch's allocator on cuda; null on cpu")
     sent_bytes: dict[str, dict[str, int]] = Field(default_factory=dict, description="by rank 0, by collective and dtype")
     mismatch: MismatchCard | None = Field(default=None, description="of the newest export; null without one")
     data: dict[str, float] = Field(description="facts of the data: bytes, files, unigram entropy in nats per byte")
@@ -242,4 +244,9 @@ class Job(Contract):
     start: StartTimes | None
     summary: JobSummary | None
     recipe: RecipeSpec | None = Field(default=None, description=_RECIPE)
+    plan: JobPlan | None = Field(default=None, description="null until it is made, and in pools that state no memory")
+    measured_to_planned: float | None = Field(
+        default=None,
+        description="measured over planned bytes: of the peak on cuda, of what is held on cpu; of a job that succeeded",
+    )
     spec: JobSpec

@@ -33,6 +33,9 @@ class Level(Contract):
     exp_avg: StateCodec = "fp32"
     exp_avg_sq: StateCodec = "fp32"
     bytes_per_parameter: float = Field(default=16, gt=0)
+    is_automatic: bool = Field(
+        default=False, description="precision.level auto chooses among these, which come in the order of their precision"
+    )
 
     @property
     def has_own_fp8(self) -> bool:
@@ -68,12 +71,13 @@ _ROWS = (
         gemm="fp16",
         loss_scaling=True,
     ),
-    Level(name="bf16-amp", description="Linear layers multiply in bf16; what lasts is fp32.", gemm="bf16"),
+    Level(name="bf16-amp", description="Linear layers multiply in bf16; what lasts is fp32.", gemm="bf16", is_automatic=True),
     Level(
         name="te",
         description="Transformer Engine's way: FP8 products with delayed scaling; what lasts is fp32.",
         gemm="fp8",
         recipe=RecipeSpec(scaling="delayed", amax_history_length=1024, amax_compute_algorithm="max"),
+        is_automatic=True,
     ),
     Level(
         name="ao",
@@ -82,12 +86,14 @@ _ROWS = (
         engine="torchao",
         recipe=RecipeSpec(),
     ),
-    _fp8("O1", "FP8 products and gradients; FP16 weights with scales; fp32 moments.", 11.1, **_SCALED),
-    _fp8("O2", "O1 with an FP8 first and an FP16 second moment.", 6.2, **_SCALED, **_STATES),
+    _fp8("O1", "FP8 products and gradients; FP16 weights with scales; fp32 moments.", 11.1, **_SCALED, is_automatic=True),
+    _fp8("O2", "O1 with an FP8 first and an FP16 second moment.", 6.2, **_SCALED, **_STATES, is_automatic=True),
     _fp8("O3", "O2 with FP8 weights and FP16 master weights.", 7.2, **_MASTERED, **_STATES),
-    _fp8("O3-split", "O3 whose master weight is the INT8 rest of the FP8 weight.", 6.2, **_SPLIT, **_STATES),
-    _fp8("O2-8bit", "O2 with both moments in 8 bits.", 5.2, **_SCALED, **_8BIT_STATES),
-    _fp8("O3-split-8bit", "O3-split with both moments in 8 bits.", 5.2, **_SPLIT, **_8BIT_STATES),
+    _fp8("O3-split", "O3 whose master weight is the INT8 rest of the FP8 weight.", 6.2, **_SPLIT, **_STATES, is_automatic=True),
+    _fp8("O2-8bit", "O2 with both moments in 8 bits.", 5.2, **_SCALED, **_8BIT_STATES, is_automatic=True),
+    _fp8("O3-split-8bit", "O3-split with both moments in 8 bits.", 5.2, **_SPLIT, **_8BIT_STATES, is_automatic=True),
 )
 
 LEVELS: dict[str, Level] = {row.name: row for row in _ROWS}
+AUTOMATIC = tuple(name for name, row in LEVELS.items() if row.is_automatic)
+"""The choices of precision.level auto, the most precise first; not those for comparisons, nor O3, which takes more than O2."""

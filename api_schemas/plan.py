@@ -12,7 +12,8 @@ from pydantic import Field, ValidationError
 
 from octet.api_schemas.base import Contract
 from octet.api_schemas.job import JobSpec
-from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.job_plan import JobPlan, Verdict
+from octet.api_schemas.levels import AUTOMATIC, LEVELS
 from octet.api_schemas.measured import Bytes
 from octet.api_schemas.planned_states import NotPlanned, States, states_of
 from octet.api_schemas.precision import LevelName
@@ -26,8 +27,8 @@ CONTEXT_BYTES = 700_000_000
 NCCL_BYTES = 4_340_000_000
 """NCCL after its first all-to-all on 8 H100 (NCCL issue 1685)."""
 FP8_CAPABILITY = (8, 9)
-
-Verdict = Literal["yes", "tight", "no", "unknown"]
+TRACED_FAMILIES = ("gpt", "llama")
+ONLY_STATES = "only states: name the level to trace its peak"
 
 
 class PlanRequest(Contract):
@@ -35,7 +36,9 @@ class PlanRequest(Contract):
 
     job: JobSpec
     levels: tuple[LevelName, ...] = Field(
-        default=(), max_length=len(LEVELS), description="default: states of every level, and the peak of the job's own"
+        default=(),
+        max_length=len(LEVELS),
+        description="default: states of every level, and the peak of the job's own, or of auto's choices",
     )
 
 
@@ -82,6 +85,7 @@ class Fit(Contract):
     memory_per_device_bytes: int
     verdict: Verdict
     free_bytes: int = Field(description="memory less the lower bound; negative if that is larger")
+    upper_bytes: int | None = Field(default=None, description="the peak with what such devices take at most; null without one")
     largest_micro_batch: int | None = Field(description="by the upper bound; null without a peak")
 
 
@@ -112,6 +116,10 @@ class Plan(Contract):
     pool: str
     workers: int
     micro_batch_size: int
+    chosen_level: LevelName | None = Field(
+        default=None,
+        description="the choice of precision.level auto among these rows; null at another level, or if none is sure",
+    )
     rows: tuple[PlanRow, ...]
     changes: tuple[PlanRow, ...] = ()
 
@@ -128,8 +136,8 @@ class Candidate(NamedTuple):
 
 def candidates(request: PlanRequest, pool: PoolConfig | None = None) -> list[Candidate]:
     """Return the job at every level that was asked for. pool: the job's, whose devices may lack FP8."""
-    own: LevelName = request.job.precision.level
-    traced = {*request.levels, *(() if request.levels else (own,))}
+    own = request.job.precision.level
+    traced = request.levels or (AUTOMATIC if own == "auto" else (own,))
     names = request.levels or LEVELS
     return [_at_level(request.job, name, pool, name in traced) for name in names]  # type: ignore[arg-type]
 
@@ -143,9 +151,28 @@ def _at_level(job: JobSpec, level: LevelName, pool: PoolConfig | None, wants_pea
     return _changed(job, level, None, {"precision": {"level": level}}, wants_peak)
 
 
+def candidates_of_job(job: JobSpec, pool: PoolConfig) -> list[Candidate]:
+    """Return the job at its level or, at auto, at each level among which auto chooses, the most precise first."""
+    own = job.precision.level
+    return candidates(PlanRequest(job=job, levels=AUTOMATIC if own == "auto" else (own,)), pool)  # type: ignore[arg-type]
+
+
+def savings_of_job(job: JobSpec, pool: PoolConfig) -> list[Candidate]:
+    """Return the job at each other level among which auto chooses, then with each change. job: at one level."""
+    others = [name for name in AUTOMATIC if name != job.precision.level]
+    found = candidates(PlanRequest(job=job, levels=others), pool) + changes_of(job)  # type: ignore[arg-type]
+    return [each for each in found if each.spec is not None and not (each.change and each.level != job.precision.level)]
+
+
 def changes_of(job: JobSpec) -> list[Candidate]:
-    """Return the job with each single change that may save memory and that its rules allow, cheapest in time first."""
-    found = [_changed(job, job.precision.level, _written(change), change, True) for change in _changes(job)]
+    """Return the job with each single change that may save memory and that its rules allow, cheapest in time first.
+
+    A job at level auto, which is not chosen, has none.
+    """
+    own = job.precision.level
+    if own == "auto":
+        return []
+    found = [_changed(job, own, _written(change), change, True) for change in _changes(job)]
     return [candidate for candidate in found if candidate.spec is not None and candidate.spec != job]
 
 
@@ -156,6 +183,7 @@ def _changes(job: JobSpec) -> Iterator[dict[str, dict[str, Any]]]:
         yield {"parallelism": {"zero_stage": 1}}
     yield {"precision": {"level": "O2-8bit"}}
     yield {"training": {"saved_activations": "fp8"}}
+    yield {"training": {"micro_batch_size": 1}}
     yield {"training": {"activation_checkpointing": "full"}}
     if workers > 1 and zero_stage < 3:
         yield {"parallelism": {"zero_stage": 3}}
@@ -178,7 +206,19 @@ def _changed(
         violation = explain(error, JobSpec)[0]
         reason = f"{violation.field}: got {violation.got}; allowed: {violation.allowed}. {violation.message}"
         return Candidate(level, label, None, reason, False)
-    return Candidate(spec.precision.level, label, spec, None, wants_peak)
+    return Candidate(spec.precision.level, label, spec, None, wants_peak)  # type: ignore[arg-type]
+
+
+def why_not_traced(job: JobSpec) -> str | None:
+    """Return why a job's step does not run on a fake GPU, at whatever level it is; None if it does."""
+    if job.model.family not in TRACED_FAMILIES:
+        return f"steps of family {job.model.family} are not traced; those of {', '.join(TRACED_FAMILIES)} are"
+    if job.precision.is_resolved and job.precision.storage.engine != "octet":
+        return f"level {job.precision.level} runs {job.precision.storage.engine}'s layers, not traced yet"
+    for axis in ("pipeline", "context"):
+        if getattr(job.parallelism, axis) > 1:
+            return f"steps with parallelism.{axis} are not traced yet"
+    return None
 
 
 def traces_of(found: Sequence[Candidate]) -> list[TraceRequest]:
@@ -186,7 +226,7 @@ def traces_of(found: Sequence[Candidate]) -> list[TraceRequest]:
     return [
         TraceRequest(id=str(index), job=candidate.spec)
         for index, candidate in enumerate(found)
-        if candidate.spec is not None and candidate.wants_peak
+        if candidate.spec is not None and candidate.wants_peak and why_not_traced(candidate.spec) is None
     ]
 
 
@@ -206,11 +246,11 @@ def _row(candidate: Candidate, pools: Sequence[PoolConfig], reply: TraceReply | 
     except NotPlanned as error:
         return row.model_copy(update={"reason": str(error)})
     peak = None if reply is None else reply.peak
-    reason = "only states: name the level to trace its peak" if reply is None else reply.reason
+    reason = (candidate.wants_peak and why_not_traced(spec)) or ONLY_STATES
     lower = sum(states.held.values()) if peak is None else max(peak.bytes, sum(states.held.values()))
     overhead = CONTEXT_BYTES + (NCCL_BYTES if spec.resources.workers > 1 else 0)
     found = {
-        "reason": reason,
+        "reason": reason if reply is None else reply.reason,
         "states": states.held,
         "plain_bytes": states.plain,
         "host_bytes": states.host,
@@ -245,17 +285,95 @@ def _fit(pool: PoolConfig, lower: int, overhead: int, peak: Peak | None, spec: J
     memory, largest = pool.memory_per_device_bytes, None
     assert memory is not None
     verdict: Verdict = "no" if lower > memory else "unknown"
-    if peak is not None:
-        verdict = verdict if verdict == "no" else "yes" if _upper(lower, overhead) <= memory else "tight"
+    upper = None if peak is None else _upper(lower, overhead)
+    if peak is not None and upper is not None:
+        verdict = verdict if verdict == "no" else "yes" if upper <= memory else "tight"
         largest = peak.largest_micro_batch(spec.batch.micro_batch_size, int((memory - overhead) / FRAGMENTATION))
     return Fit(
-        pool=pool.name, memory_per_device_bytes=memory, verdict=verdict, free_bytes=memory - lower, largest_micro_batch=largest
+        pool=pool.name,
+        memory_per_device_bytes=memory,
+        verdict=verdict,
+        free_bytes=memory - lower,
+        upper_bytes=upper,
+        largest_micro_batch=largest,
     )
 
 
 def fits(row: PlanRow, pool: str) -> Verdict:
     """Return a row's verdict on a pool; "unknown" for one whose memory is not configured."""
-    return next((fit.verdict for fit in row.fits if fit.pool == pool), "unknown")
+    fit = room(row, pool)
+    return "unknown" if fit is None else fit.verdict
+
+
+def room(row: PlanRow, pool: str) -> Fit | None:
+    """Return a row's room in a pool; None where that states no memory, or the row has no bytes."""
+    return next((fit for fit in row.fits if fit.pool == pool), None)
+
+
+def choose_level(rows: Sequence[PlanRow], pool: str) -> PlanRow | None:
+    """Return the row that precision.level auto takes: the first that fits, or else that with the largest micro-batch.
+
+    rows: of `AUTOMATIC`, or some of them, in its order; those that their states alone exclude need no peak. None if a row
+    without a peak comes before one that fits: it may be the better choice.
+    """
+    known = [row for row in rows if row.states is not None]
+    for row in known:
+        verdict = fits(row, pool)
+        if verdict == "yes":
+            return row
+        if verdict == "unknown":
+            return None
+
+    def largest(row: PlanRow) -> tuple[int, int]:
+        fit = room(row, pool)
+        return (fit and fit.largest_micro_batch) or 0, -(row.lower_bytes or 0)
+
+    return max(known, key=largest, default=None)
+
+
+def job_plan(job: JobSpec, pool: PoolConfig, rows: Sequence[PlanRow], version: str) -> JobPlan:
+    """Return the plan that is stored with a job. rows: of `candidates_of_job`."""
+    assert pool.memory_per_device_bytes is not None, "jobs of other pools are not planned"
+    asked = job.precision.level
+    row = choose_level(rows, pool.name) if asked == "auto" else rows[0]
+    fit = None if row is None else room(row, pool.name)
+    verdict: Verdict = "unknown" if fit is None else fit.verdict
+    unknown = rows if row is None else [row]
+    reasons = [f"{each.level}: {each.reason}" for each in unknown if each.reason and fits(each, pool.name) == "unknown"]
+    plan = JobPlan(
+        asked_level=asked,
+        level=asked if asked != "auto" else None if row is None else row.level,
+        verdict=verdict,
+        reason="; ".join(reasons)[:1000] or None,
+        memory_per_device_bytes=pool.memory_per_device_bytes,
+        micro_batch_size=job.batch.micro_batch_size,
+        largest_micro_batch=None if fit is None else fit.largest_micro_batch,
+        upper_bytes=None if fit is None else fit.upper_bytes,
+        planner_version=version,
+    )
+    if row is None:
+        return plan
+    return plan.model_copy(update={name: getattr(row, name) for name in _PLANNED_BYTES})
+
+
+_PLANNED_BYTES = ("states", "peak_bytes", "lower_bytes", "states_agree")
+
+
+def not_planned(job: JobSpec, pool: PoolConfig, reason: str, version: str) -> JobPlan:
+    """Return the plan of a job about which nothing is known. reason: why."""
+    level = AUTOMATIC[0] if job.precision.level == "auto" else job.precision.level
+    return job_plan(job, pool, [PlanRow(level=level, reason=reason)], version)  # type: ignore[arg-type]
+
+
+def with_remedies(plan: JobPlan, job: JobSpec, pool: PoolConfig, rows: Sequence[PlanRow]) -> JobPlan:
+    """Add what would make a job fit. rows: of `savings_of_job`, whose job has the plan's level."""
+    num_sequences = job.training.global_batch_size // job.batch.num_data_ranks
+    possible = [size for size in range(plan.largest_micro_batch or 0, 0, -1) if num_sequences % size == 0]
+    sure = [f"training.micro_batch_size {size}" for size in possible[:1] if size < plan.micro_batch_size]
+    named = [(fits(row, pool.name), row.change or f"precision.level {row.level}") for row in rows]
+    sure += [name for verdict, name in named if verdict == "yes"]
+    maybe = [] if sure else [name for verdict, name in named if verdict in ("tight", "unknown")]
+    return plan.model_copy(update={"remedies": tuple(sure), "possible_remedies": tuple(maybe)})
 
 
 def needs_changes(job: JobSpec, rows: Sequence[PlanRow]) -> bool:
@@ -267,10 +385,13 @@ def needs_changes(job: JobSpec, rows: Sequence[PlanRow]) -> bool:
 def plan_of(job: JobSpec, rows: Sequence[PlanRow], changes: Sequence[PlanRow]) -> Plan:
     """Put a plan together. changes: as far as they were planned; those that do not fit are left out."""
     pool = job.resources.pool
+    automatic = [row for row in rows if row.level in AUTOMATIC]
+    chosen = choose_level(automatic, pool) if job.precision.level == "auto" else None
     return Plan(
         pool=pool,
         workers=job.resources.workers,
         micro_batch_size=job.batch.micro_batch_size,
+        chosen_level=None if chosen is None else chosen.level,
         rows=tuple(rows),
         changes=tuple(row for row in changes if fits(row, pool) == "yes"),
     )

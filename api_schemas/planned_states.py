@@ -9,7 +9,7 @@ residual at O3-split.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from octet.api_schemas.bucket_layout import MAX_ELEMENTS, BucketLayout, fill_buckets
 from octet.api_schemas.conversion import MIN_FEATURES, names_at_the_ends, why_not_wanted
@@ -63,6 +63,8 @@ class _Parameter(NamedTuple):
 
 def states_of(spec: JobSpec, sizes: FamilySizes) -> States:
     """Return the states of the rank that holds most. sizes: with what the model's files say. Raises NotPlanned."""
+    if not spec.precision.is_resolved:
+        raise NotPlanned("its level is chosen before it starts")
     ranks = (states_of_rank(spec, sizes, rank) for rank in range(spec.layout.pipeline))
     return max(ranks, key=lambda states: sum(states.held.values()))
 
@@ -81,10 +83,16 @@ def validated(spec: JobSpec) -> ValidatedJob:
         recipe=spec.precision.resolved_recipe,
         num_block_weights=sizes.num_block_weights,
         micro_batch_size=spec.batch.micro_batch_size,
-        gradient_accumulation="fp8" if spec.resolved_precision.holds_fp8_gradients else "fp32",
+        gradient_accumulation=_held_gradients(spec.resolved_precision),
         tokens_per_step=spec.training.global_batch_size * spec.tokens_per_sample,
         states=states,
     )
+
+
+def _held_gradients(precision: PrecisionSpec) -> Literal["fp8", "fp32"] | None:
+    if not precision.is_resolved:
+        return None
+    return "fp8" if precision.holds_fp8_gradients else "fp32"
 
 
 def states_of_rank(spec: JobSpec, sizes: FamilySizes, pipeline_rank: int = 0) -> States:

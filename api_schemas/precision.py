@@ -10,6 +10,7 @@ from octet.api_schemas.recipe import RecipeSpec
 from octet.api_schemas.rules.precision import PRECISION
 
 LevelName = Literal["fp32", "fp16-amp", "bf16-amp", "te", "ao", "O1", "O2", "O3", "O3-split", "O2-8bit", "O3-split-8bit"]
+AskedLevel = Literal[LevelName, "auto"]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Globs = tuple[Annotated[str, Field(min_length=1, max_length=200)], ...]
 
@@ -50,7 +51,10 @@ class TorchaoSpec(Contract):
 class PrecisionSpec(Contract):
     """A level by name (a row of `GET /v1/levels`), how FP8 operands are scaled, and which layers are converted."""
 
-    level: LevelName = "O2"
+    level: AskedLevel = Field(
+        default="O2",
+        description="auto: the most precise level that fits the pool's devices, chosen once, before the job starts",
+    )
     recipe: RecipeSpec | None = Field(default=None, description="scaling of FP8 products; default: the level's recipe")
     include: Globs = Field(default=("*",), description="names of linear layers to convert, as globs")
     exclude: Globs = Field(default=(), description="names of linear layers to leave in bf16, as globs")
@@ -79,13 +83,20 @@ class PrecisionSpec(Contract):
 
     @property
     def storage(self) -> Level:
-        """The level's row: the format of everything that is computed and stored."""
+        """The level's row: the format of everything that is computed and stored. Raises ValueError at level auto."""
+        if self.level == "auto":
+            raise ValueError("a level by its name: only a service chooses one, for precision.level auto")
         return LEVELS[self.level]
 
     @property
+    def is_resolved(self) -> bool:
+        """True unless the level is still to be chosen."""
+        return self.level != "auto"
+
+    @property
     def resolved_recipe(self) -> RecipeSpec | None:
-        """The recipe that the job runs with; None if no product is in FP8."""
-        return self.recipe or self.storage.recipe
+        """The recipe that the job runs with; None if no product is in FP8, and at level auto."""
+        return self.recipe or (self.storage.recipe if self.is_resolved else None)
 
     @property
     def gradient_communication(self) -> CommunicationDtype:
@@ -108,7 +119,7 @@ class PrecisionSpec(Contract):
         """Steps between two samples of FP8 statistics; 0: none are taken."""
         if self.statistics_every is not None:
             return self.statistics_every
-        return DEFAULT_STATISTICS_EVERY if self.storage.has_own_fp8 else 0
+        return DEFAULT_STATISTICS_EVERY if self.is_resolved and self.storage.has_own_fp8 else 0
 
     @property
     def torchao_recipe(self) -> str:

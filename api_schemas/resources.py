@@ -28,6 +28,8 @@ class ResourceSpec(Contract):
         "null: always as many as workers",
     )
 
+    force: bool = Field(default=False, description="start the job even if its plan says that it cannot fit the pool's devices")
+
     @model_validator(mode="before")
     @classmethod
     def _read_range(cls, given: Any) -> Any:
@@ -60,6 +62,11 @@ class PoolConfig(Contract):
     )
 
     @property
+    def plans_jobs(self) -> bool:
+        """True if jobs of the pool are planned before they are placed: it says what its devices hold."""
+        return self.memory_per_device_bytes is not None
+
+    @property
     def slot_resource(self) -> str:
         """The countable Ray resource of the pool. A node offers one unit for each rank that it can run."""
         return f"octet_slot_{self.name}"
@@ -78,6 +85,10 @@ class Pool(Contract):
     jobs_live: int
     memory_per_device_bytes: int | None
     threads_per_worker: int
+    measured_to_planned: float | None = Field(
+        default=None,
+        description="median of measured over planned bytes of the pool's last jobs; null before ten of them have succeeded",
+    )
 
 
 class Loop(Contract):

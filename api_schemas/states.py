@@ -61,6 +61,8 @@ class FailureReason(StrEnum):
     INVALID_CONFIG = "invalid_config"
     DATA_ERROR = "data_error"
     OUT_OF_MEMORY = "out_of_memory"
+    DOES_NOT_FIT = "does_not_fit"
+    NOT_PLANNED = "not_planned"
     NON_FINITE_LOSS = "non_finite_loss"
     DIVERGED = "diverged"
     WRONG_NODE = "wrong_node"
@@ -94,6 +96,16 @@ _TRAITS: dict[FailureReason, tuple[bool, Blame, str]] = {
         False,
         Blame.JOB,
         "Lower training.micro_batch_size, choose a level that stores less, or use more workers.",
+    ),
+    FailureReason.DOES_NOT_FIT: (
+        False,
+        Blame.JOB,
+        "Change the job as the message says. To run it all the same, submit it with resources.force: true.",
+    ),
+    FailureReason.NOT_PLANNED: (
+        False,
+        Blame.JOB,
+        "No level could be chosen for precision.level auto. Retry the job, or name a level.",
     ),
     FailureReason.NON_FINITE_LOSS: (False, Blame.JOB, "Lower the learning rate or lengthen the warm-up."),
     FailureReason.DIVERGED: (

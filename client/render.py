@@ -15,8 +15,9 @@ from octet.api_schemas.catalog import ModelFamily
 from octet.api_schemas.comparison import Comparison
 from octet.api_schemas.comparison_report import ComparisonReport
 from octet.api_schemas.curve import Curve
+from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.levels import Level
-from octet.api_schemas.plan import Plan, PlanRow
+from octet.api_schemas.plan import ONLY_STATES, Plan, PlanRow
 from octet.api_schemas.rows import Row
 from octet.client import reports
 from octet.client.doctor import Checkup, Standing
@@ -117,11 +118,7 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
     if job.progress:
         yield "progress", progress_words(job)
     yield "tenant", job.tenant
-    yield "level", spec.precision.level
-    if job.recipe is not None:
-        yield "recipe", str(job.recipe)
-    for setting in spec.precision.not_applied:
-        yield "ignored", setting
+    yield from _precision(job)
     yield "model", f"{spec.model.title}, {_num_parameters(job)} parameters"
     yield "data", spec.data.path
     yield "pool", f"{spec.resources.pool}, {_workers(job)}"
@@ -137,6 +134,28 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
         newest = max(checkpoints, key=lambda checkpoint: checkpoint.step)
         yield "checkpoints", f"{len(checkpoints)}, the newest at step {newest.step} ({num_bytes(newest.num_bytes)})"
     yield from _results(job)
+
+
+def _precision(job: Job) -> Iterable[tuple[str, str]]:
+    """Yield the level, and if it was left to us; its recipe; and the plan by which the job was placed."""
+    level, plan = job.spec.precision.level, job.plan
+    is_chosen = plan is not None and plan.asked_level == "auto" != level
+    yield "level", f"{level}, chosen for auto" if is_chosen else "auto, chosen before it starts" if level == "auto" else level
+    if job.recipe is not None:
+        yield "recipe", str(job.recipe)
+    for setting in job.spec.precision.not_applied:
+        yield "ignored", setting
+    if plan is not None:
+        yield "plan", _plan_words(plan)
+
+
+def _plan_words(plan: JobPlan) -> str:
+    memory = f"a device of {num_bytes(plan.memory_per_device_bytes)}"
+    if plan.lower_bytes is None or plan.verdict == "unknown":
+        return f"not known to fit {memory}: {plan.reason}"
+    what = "states" if plan.peak_bytes is None else "peak"
+    upper = "" if plan.upper_bytes is None else f" to {num_bytes(plan.upper_bytes)}"
+    return f"{_ROOM[plan.verdict]}: {what} {num_bytes(plan.lower_bytes)}{upper}, {memory}"
 
 
 def _workers(job: Job) -> str:
@@ -170,6 +189,14 @@ def _results(job: Job) -> Iterable[tuple[str, str]]:
     )
     held = ", ".join(f"{name} {num_bytes(count)}" for name, count in summary.memory_bytes.items() if count)
     yield "memory", f"{num_bytes(sum(summary.memory_bytes.values()))}: {held}"
+    if summary.peak_memory_bytes is not None:
+        reserved = "" if summary.reserved_memory_bytes is None else f", {num_bytes(summary.reserved_memory_bytes)} reserved"
+        yield "peak", f"{num_bytes(summary.peak_memory_bytes)} allocated{reserved}"
+    if job.measured_to_planned is not None:
+        yield (
+            "measured",
+            f"{job.measured_to_planned:.1%} of the plan's {'states' if summary.peak_memory_bytes is None else 'peak'}",
+        )
     if summary.host_memory_bytes:
         yield "host memory", num_bytes(summary.host_memory_bytes)
 
@@ -431,10 +458,12 @@ def plan_details(plan: Plan) -> Group:
         sent = None if row.sent_bytes is None else sum(sum(by_dtype.values()) for by_dtype in row.sent_bytes.values())
         grid.add_row(row.level, *map(num_bytes, (*held, moments, row.step_bytes, row.peak_bytes, sent)))
     lines = [line for row in plan.rows for line in _fit_lines(row, plan)]
+    if plan.chosen_level is not None:
+        lines.append(f"precision.level auto is {plan.chosen_level}.")
     if plan.changes:
         lines.append("It would fit with one of these, cheapest first:")
         lines += [f"  {row.change} (peak {num_bytes(row.peak_bytes)})" for row in plan.changes]
-    notes = [f"{row.level}: {row.reason}" for row in plan.rows if row.reason and not row.reason.startswith("only states: name")]
+    notes = [f"{row.level}: {row.reason}" for row in plan.rows if row.reason and row.reason != ONLY_STATES]
     if len(notes) + sum(row.peak_bytes is not None for row in plan.rows) < len(plan.rows):
         notes.append("Rows without a peak: name levels in --levels to trace theirs.")
     return Group(grid, *(Text(line) for line in (*lines, *notes)))

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -24,7 +24,7 @@ from octet.service.http.problems import answers, install
 from octet.service.http.streams import Streams
 from octet.service.ingest.app import Ingest, route_to
 from octet.service.jobs.admission import Admission
-from octet.service.jobs.planning import Planner
+from octet.service.jobs.planning import Planning
 from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.rows import RowTotals, Sparklines
 from octet.service.jobs.submissions import Shown, Submissions
@@ -51,14 +51,21 @@ from octet.service.telemetry.loops import LoopHealth
 
 
 def create_app(
-    settings: Settings, *, database: Database, wake: Callable[[], None] = lambda: None, loops: LoopHealth | None = None
+    settings: Settings,
+    *,
+    database: Database,
+    wake: Callable[[], None] = lambda: None,
+    loops: LoopHealth | None = None,
+    planning: Planning | None = None,
 ) -> FastAPI:
-    """Build the API over a database. A dispatcher in this process is woken by `wake`, and `loops` counts its failures."""
+    """Build the API over a database. A dispatcher in this process has `wake`, counts `loops` and lends its `planning`."""
 
     telemetry = Telemetry(settings, database)
     streams = Streams(database, 3 * settings.max_connections // 4, 3 * settings.max_connections_per_address // 4)
     if loops is not None:
         telemetry.registry.register(loops)
+    plans_of_app = planning or Planning(settings)
+    telemetry.registry.register(plans_of_app)
     database.observe = telemetry.process.observe_transaction
 
     @asynccontextmanager
@@ -67,9 +74,36 @@ def create_app(
         async with telemetry.process.watching_the_loop():
             yield
         await streams.close()
-        await context.planner.close()
+        if planning is None:
+            await run_sync(plans_of_app.close)
 
-    app = _Api(
+    app = _empty_app(lifespan)
+
+    def show(transaction: Transaction, pairs: Sequence[tuple[Request, Submission]]) -> list[Shown]:
+        return shown_submissions(transaction, context, pairs)
+
+    ingest = Ingest(database, settings.lease_s, telemetry, wake)
+    places = QueuePlaces(database, settings)
+    submissions = Submissions(database, show)
+    parts = (Admission(settings), submissions, places, Sparklines(), RowTotals(), plans_of_app)
+    context = AppContext(settings, database, wake, *parts)
+    app.state.context = context
+    app.state.telemetry = telemetry
+    app.state.streams = streams
+    app.state.ingest = ingest
+    app.router.routes.append(route_to(ingest))
+    for part in (rows, stream, jobs, comparisons, plans, records, curves, exports, files, catalog, operations, prometheus):
+        app.include_router(part.router, dependencies=[require_api_key], responses=answers(401))
+    app.include_router(operations.health)
+    app.include_router(reference.router)
+    page.mount(app.router)
+    install(app)
+    _add_middleware(app, settings, ingest, telemetry)
+    return app
+
+
+def _empty_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    return _Api(
         title="Octet",
         version=version("octet-fp8"),
         summary="Distributed training in 8-bit floating point, as a service",
@@ -82,31 +116,12 @@ def create_app(
         responses=answers(421, 503),
     )
 
-    def show(transaction: Transaction, pairs: Sequence[tuple[Request, Submission]]) -> list[Shown]:
-        return shown_submissions(transaction, context, pairs)
 
-    ingest = Ingest(database, settings.lease_s, telemetry, wake)
-    places = QueuePlaces(database, settings)
-    submissions = Submissions(database, show)
-    context = AppContext(
-        settings, database, wake, Admission(settings), submissions, places, Sparklines(), RowTotals(), Planner(settings)
-    )
-    app.state.context = context
-    app.state.telemetry = telemetry
-    app.state.streams = streams
-    app.state.ingest = ingest
-    app.router.routes.append(route_to(ingest))
-    for part in (rows, stream, jobs, comparisons, plans, records, curves, exports, files, catalog, operations, prometheus):
-        app.include_router(part.router, dependencies=[require_api_key], responses=answers(401))
-    app.include_router(operations.health)
-    app.include_router(reference.router)
-    page.mount(app.router)
-    install(app)
+def _add_middleware(app: FastAPI, settings: Settings, ingest: Ingest, telemetry: Telemetry) -> None:
     app.add_middleware(LimitBodies, settings=settings, verify_token=ingest.tokens.verify)
     if settings.is_for_this_machine:
         app.add_middleware(RefuseStrangers)
     app.add_middleware(TimeRequests, telemetry=telemetry)
-    return app
 
 
 class _Api(FastAPI):

@@ -16,7 +16,7 @@ from fastapi.security.base import SecurityBase
 from octet.service.db.engine import Database
 from octet.service.errors import NotFound, Unauthenticated
 from octet.service.jobs.admission import Admission
-from octet.service.jobs.planning import Planner
+from octet.service.jobs.planning import Planning
 from octet.service.jobs.rows import RowTotals, Sparklines
 from octet.service.jobs.submissions import Submissions
 from octet.service.scheduling.places import QueuePlaces
@@ -29,7 +29,7 @@ class AppContext:
     """The parts of one app.
 
     `admission` checks new jobs, `submissions` stores them, and `places` finds places in the queue;
-    `sparklines` draws curves and `row_totals` counts lists; `planner` makes plans; `wake` wakes a dispatcher in this process.
+    `sparklines` draws curves and `row_totals` counts lists; `planning` makes plans; `wake` wakes a dispatcher in this process.
     """
 
     settings: Settings
@@ -40,7 +40,7 @@ class AppContext:
     places: QueuePlaces
     sparklines: Sparklines
     row_totals: RowTotals
-    planner: Planner
+    planning: Planning
 
 
 def context_of(request: Request) -> AppContext:

@@ -105,7 +105,8 @@ def validate(
             Text(
                 f"{file} is a valid job: {_size_words(valid)}; {valid.tokens_per_step:,} tokens a step in "
                 f"{spec.batch.num_micro_batches} micro-batches of {valid.micro_batch_size} {samples} "
-                f"on each of {spec.resources.workers} workers, with gradients in {valid.gradient_accumulation}. "
+                f"on each of {spec.resources.workers} workers"
+                f"{'' if valid.gradient_accumulation is None else f', with gradients in {valid.gradient_accumulation}'}. "
                 f"Level {spec.precision.level}"
                 f"{'' if valid.recipe is None else f': {valid.recipe}'}."
                 f"{'' if valid.states is None else f' A rank holds {num_bytes(sum(valid.states.values()))}.'}"

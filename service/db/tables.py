@@ -17,6 +17,7 @@ from octet.service.settings import DEFAULT_TENANT
 LIVE_JOB = "current_attempt_id IS NOT NULL AND finished_at IS NULL"
 ENDED_JOB = "finished_at IS NOT NULL"
 RUNNING = "state = 'running'"
+MEASURED_JOB = "measured_to_planned IS NOT NULL"
 LIVE_ATTEMPT = "state NOT IN ('succeeded', 'failed', 'cancelled')"
 
 
@@ -58,6 +59,7 @@ class JobRow(Base):
         Index("ix_jobs_name_id", "name", "id"),
         Index("ix_jobs_rows", "id", "tenant", "state", "pool", "level", "name"),
         Index("ix_jobs_best_evaluation_loss", "best_evaluation_loss", "id"),
+        Index("ix_jobs_pool_measured", "pool", "id", sqlite_where=text(MEASURED_JOB), postgresql_where=text(MEASURED_JOB)),
         Index("ix_jobs_live", "id", sqlite_where=text(LIVE_JOB), postgresql_where=text(LIVE_JOB)),
         Index("ix_jobs_finished_at", "finished_at", sqlite_where=text(ENDED_JOB), postgresql_where=text(ENDED_JOB)),
         Index(
@@ -106,6 +108,9 @@ class JobRow(Base):
     reported_at: Mapped[datetime | None]
     steps: Mapped[int | None] = mapped_column(BigInteger)
     best_evaluation_loss: Mapped[float | None]
+
+    plan: Mapped[dict[str, Any] | None]
+    measured_to_planned: Mapped[float | None]
 
     @property
     def num_steps(self) -> int | None:

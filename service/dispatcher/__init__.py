@@ -1,4 +1,4 @@
-"""Leased background loops that move jobs along: place, launch, watch, release, grow, compare, orphans."""
+"""Leased background loops that move jobs along: plan, place, launch, watch, release, grow, compare, orphans."""
 
 from octet.service.dispatcher.dispatcher import Dispatcher
 

@@ -5,17 +5,20 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from sqlalchemy.orm import Session
 
+from octet.api_schemas import JobSpec, PoolConfig
+from octet.api_schemas.job_plan import JobPlan
 from octet.service import store
 from octet.service.cluster.launcher import Launcher
 from octet.service.db.engine import Database
+from octet.service.jobs.planning import Planning
 from octet.service.settings import Settings
 from octet.service.telemetry.loops import LoopHealth
 
@@ -53,6 +56,22 @@ class Outage:
             self._since = None
 
 
+class JobPlanner(Protocol):
+    """Makes the plans by which jobs are placed, elsewhere."""
+
+    def plan_job(self, job: JobSpec, pool: PoolConfig) -> "Future[JobPlan]": ...
+    def close(self) -> None: ...
+
+
+class AskedPlan(NamedTuple):
+    """A plan that is made. asked_s: when it was asked for, by the context's monotonic clock."""
+
+    spec: JobSpec
+    pool: str
+    plan: "Future[JobPlan]"
+    asked_s: float
+
+
 @dataclass
 class DispatcherContext:
     """The context of the loops. `leads_since` is None while another dispatcher leads."""
@@ -68,7 +87,16 @@ class DispatcherContext:
     health: LoopHealth = field(default_factory=LoopHealth)
     room_since: dict[str, datetime] = field(default_factory=dict)
     """Since when an elastic job's attempt could have more ranks, by its id."""
+    planning: JobPlanner = None  # type: ignore[assignment]
+    """By default a planner of its own, which starts nothing before the first plan."""
+    asked_plans: dict[str, AskedPlan] = field(default_factory=dict)
+    unplanned_since_s: dict[str, float] = field(default_factory=dict)
+    """Since when each queued job without a plan is known, by its id."""
+    monotonic: Callable[[], float] = time.monotonic
     _token: str | None = None
+
+    def __post_init__(self) -> None:
+        self.planning = self.planning or Planning(self.settings)
 
     def lead(self) -> None:
         """Take or renew the leader's lease, and write until when our loops have to make progress.

@@ -6,15 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 from octet.service.cluster.launcher import Launcher
 from octet.service.db.engine import Database
-from octet.service.dispatcher import compare, drain, grow, launch, orphans, place, release, watch
+from octet.service.dispatcher import compare, drain, grow, launch, orphans, place, plan, release, watch
 from octet.service.dispatcher.context import LEADER_LEASE_S, DispatcherContext, NotLeading, holder_of
 from octet.service.dispatcher.loop import Loop
+from octet.service.jobs.planning import Planning
 from octet.service.settings import Settings
 from octet.service.telemetry.loops import LoopHealth
 
 _STOP_TIMEOUT_S = 10.0
 ORPHANS_INTERVAL_S = 30.0
 _JOB_STEPS: dict[str, tuple[Callable[[DispatcherContext], None], float]] = {
+    "plan": (plan.step, 0.5),
     "place": (place.step, 0.5),
     "launch": (launch.step, 0.5),
     "watch": (watch.step, 1.0),
@@ -30,10 +32,17 @@ class Dispatcher:
     """All loops on one database and one cluster. Any number may run: one leads, and the others wait until it falls silent."""
 
     def __init__(self, database: Database, launcher: Launcher, settings: Settings) -> None:
+        self.planning = Planning(settings)
         self._executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="octet-call")
         self.health = LoopHealth()
         self._context = DispatcherContext(
-            database, launcher, settings, wake=self.wake, executor=self._executor, health=self.health
+            database,
+            launcher,
+            settings,
+            wake=self.wake,
+            executor=self._executor,
+            health=self.health,
+            planning=self.planning,
         )
         self._lead_loop = Loop("lead", self._lead, LEADER_LEASE_S / 5, self.health)
         self._orphans_loop = Loop("orphans", self._while_leading(orphans.step), ORPHANS_INTERVAL_S, self.health)
@@ -41,7 +50,7 @@ class Dispatcher:
             name: Loop(name, self._while_leading(step), pause_s, self.health) for name, (step, pause_s) in _JOB_STEPS.items()
         }
         self._job_loops = list(loops.values())
-        self._starting_loops = [loops[name] for name in ("place", "launch", "grow")]
+        self._starting_loops = [loops[name] for name in ("plan", "place", "launch", "grow")]
 
     @property
     def leads(self) -> bool:
@@ -74,6 +83,7 @@ class Dispatcher:
         """Finish the calls under way, for ten seconds a loop at most, and stop leading. Attempts on the cluster go on."""
         for loop in (*self._job_loops, self._orphans_loop, self._lead_loop):
             loop.stop(_STOP_TIMEOUT_S)
+        self.planning.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._context.give_up()
 

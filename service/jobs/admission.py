@@ -17,8 +17,10 @@ from anyio.to_thread import run_sync
 
 from octet.api_schemas import DataSpec, FamilySizes, ImageInput, JobSpec, ModelSpec, Needs, SpecConflict, Violation, check_data
 from octet.api_schemas.data.files import NEVER_READ, Files, outside_of_roots
+from octet.api_schemas.plan import why_not_traced
 from octet.api_schemas.rules.table import check_without_effect
 from octet.service.errors import EntrypointNotAllowed, InvalidRequest, NotReady
+from octet.service.jobs.planning import why_no_peaks
 from octet.service.settings import Settings
 
 CHECKS_AT_ONCE = 4
@@ -110,6 +112,7 @@ def check(spec: JobSpec, settings: Settings) -> None:
 def check_options(spec: JobSpec, settings: Settings) -> None:
     """Check what needs no file, in no time."""
     _check_pool(spec, settings)
+    _check_level(spec, settings)
     if conflict := check_without_effect(spec):
         _refuse(conflict.field, conflict.got, conflict.allowed, conflict.change)
 
@@ -190,6 +193,21 @@ def _check_pool(spec: JobSpec, settings: Settings) -> None:
                 ),
             )
         )
+
+
+def _check_level(spec: JobSpec, settings: Settings) -> None:
+    """Refuse level auto where no level could be chosen by what it takes."""
+    if spec.precision.is_resolved:
+        return
+    pool = settings.pool(spec.resources.pool)
+    if pool is not None and not pool.plans_jobs:
+        stating = ", ".join(pool.name for pool in settings.pools if pool.plans_jobs) or "none of this server's"
+        change = "Name a level, choose such a pool, or have the operator state the memory of this one."
+        _refuse(
+            "precision.level", f"auto in pool {pool.name}", f"auto in pools with memory_per_device_bytes: {stating}", change
+        )
+    if reason := why_no_peaks(settings) or why_not_traced(spec):
+        _refuse("precision.level", "auto", f"auto where a job's peak can be planned; {reason}", "Name a level.")
 
 
 def _readable_path(field: str, asked: str, files: Files) -> Path:

@@ -12,6 +12,7 @@ from typing import get_args
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import AttemptState, Blame, DesiredState, FailureReason, JobSpec, JobState, JobSummary, JsonScalar
+from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.report import StartPhase
 from octet.service import store
 from octet.service.db.tables import AttemptRow, JobRow
@@ -128,6 +129,7 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
     )
     if ending.event is AttemptEvent.SUCCEED:
         job.summary = ending.summary.model_dump(mode="json") if ending.summary else None
+        job.measured_to_planned = _measured_to_planned(job, ending.summary)
         _end_job(session, job, JobEvent.SUCCEED, now)
     elif ending.event is AttemptEvent.CANCEL and is_yielding:
         _requeue(session, job, now)
@@ -158,6 +160,19 @@ def _requeue(session: Session, job: JobRow, now: datetime) -> None:
     logger.info("job %s (%s) made way; it goes on %s", job.id, job.name, goes_on)
 
 
+def _measured_to_planned(job: JobRow, summary: JobSummary | None) -> float | None:
+    """Compare the bytes of the rank that reports with the job's plan, which is of the rank that holds most."""
+    if summary is None or job.plan is None or JobSpec.read_stored(job.spec).layout.pipeline > 1:
+        return None
+    return JobPlan.read_stored(job.plan).ratio(summary.peak_memory_bytes, summary.memory_bytes)
+
+
+def refuse(session: Session, job: JobRow, reason: FailureReason, message: str, now: datetime) -> None:
+    """End a queued job that cannot be placed."""
+    job.reason, job.message = reason, message
+    _end_job(session, job, JobEvent.FAIL, now)
+
+
 def end_waiting(session: Session, job: JobRow, now: datetime) -> None:
     """Cancel a job that has no live attempt."""
     _end_job(session, job, JobEvent.CANCEL, now)
@@ -181,7 +196,9 @@ def revive(session: Session, job: JobRow, event: JobEvent, now: datetime) -> Non
     job.state, job.desired = next_job_state(job.state, event), DesiredState.RUN
     job.queued_at = now
     job.finished_at = job.stop_requested_at = job.not_before = None
-    job.reason = job.message = job.summary = None
+    job.reason = job.message = job.summary = job.measured_to_planned = None
+    if job.num_attempts == 0:
+        job.plan = None  # it may have been refused: it is planned again, for what the pool has by now
     # Failures by a full disk are left out of the budget by their number, so it starts there.
     job.num_failures = 0
     job.num_platform_failures = store.jobs.count_failures(session, job.id, FailureReason.STORAGE_FULL)

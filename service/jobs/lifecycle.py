@@ -1,7 +1,8 @@
 """The legal transitions of jobs and attempts. Pure: two tables decide, and nothing else does.
 
 job      queued ──place──▶ starting ──start──▶ running ──succeed──▶ succeeded
-           ▲  └─cancel─▶ cancelled    │           │
+           ▲  └─cancel─▶ cancelled, ─fail─▶ failed (no device can hold it)
+           │                          │           │
            ├──────────────requeue─────┴───────────┤ fail ─▶ failed,  cancel ─▶ cancelling ─▶ cancelled
            ├──resume── paused ◀─stop── pausing ◀──┘ pause;  a queued job is paused at once
            └──retry── failed, cancelled;  with more steps also succeeded
@@ -44,6 +45,7 @@ JOB_TRANSITIONS: dict[tuple[JobState, JobEvent], JobState] = {
     (_J.QUEUED, _E.PLACE): _J.STARTING,
     (_J.QUEUED, _E.PAUSE): _J.PAUSED,
     (_J.QUEUED, _E.CANCEL): _J.CANCELLED,
+    (_J.QUEUED, _E.FAIL): _J.FAILED,
     (_J.STARTING, _E.START): _J.RUNNING,
     (_J.STARTING, _E.PAUSE): _J.PAUSING,
     (_J.STARTING, _E.CANCEL): _J.CANCELLING,

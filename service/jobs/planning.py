@@ -1,18 +1,28 @@
 """Plans: states at once, and peaks from a process with torch that starts with the first plan that wants one.
 
 The process is asked line by line (`octet.worker.planning`). Whatever becomes of it, a plan is answered: a peak that does not
-come in time, or from a process that has died, is left out with the reason.
+come in time, or from a process that has died, is left out with the reason. The API and the dispatcher of one server share a
+`Planning`, and so the process.
 """
 
 import asyncio
 import os
 import sys
+import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import count
+from typing import Any, TypeVar
 
 from anyio.to_thread import run_sync
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from octet.api_schemas import JobSpec, PoolConfig
+from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.plan import (
     Candidate,
     Plan,
@@ -21,17 +31,50 @@ from octet.api_schemas.plan import (
     TraceReply,
     TraceRequest,
     candidates,
+    candidates_of_job,
     changes_of,
+    choose_level,
+    fits,
+    job_plan,
     needs_changes,
     plan_of,
     rows_of,
+    savings_of_job,
     traces_of,
+    with_remedies,
 )
 from octet.service.settings import Settings
+
+Answer = TypeVar("Answer")
 
 DEADLINE_S = 30.0
 MOST_WAITING = 64
 MOST_KEPT = 256
+
+
+_TRACED_PARTS = {"model", "adapter", "precision", "training", "parallelism", "resources"}
+_NOT_TRACED: dict[str, Any] = {
+    "training": {
+        **dict.fromkeys(("steps", "epochs", "seed", "schedule", "eval_every", "eval_batches"), True),
+        **dict.fromkeys(("checkpoint_every", "checkpoint_every_minutes", "keep", "collective_timeout_s"), True),
+        "optimizer": {"learning_rate": True},
+    },
+    "resources": dict.fromkeys(("pool", "force", "min_workers"), True),
+}
+"""Fields in which jobs with the same peak may differ: one trace serves a sweep over them."""
+
+
+def _late() -> str:
+    return f"its peak was not traced within {DEADLINE_S:g} s; ask again later"
+
+
+def why_no_peaks(settings: Settings) -> str | None:
+    """Return why a server traces no peaks at all; None if it does."""
+    if not settings.planner:
+        return "this server traces no peaks: its setting planner is off"
+    if find_spec("torch") is None:
+        return "this server traces no peaks: octet-fp8[worker] is not installed there"
+    return None
 
 
 class Planner:
@@ -48,6 +91,8 @@ class Planner:
         """The jobs that the process traces, by the number of the request."""
         self._waiting: dict[str, asyncio.Future[TraceReply]] = {}
         self._kept: dict[str, TraceReply] = {}
+        self.num_disagreements = 0
+        """Traces whose states are not those of the closed form."""
 
     async def plan(self, request: PlanRequest) -> Plan:
         """Return the plan of a job. Its pool is one of the settings'."""
@@ -56,23 +101,47 @@ class Planner:
         changes = await self._rows(changes_of(job)) if needs_changes(job, rows) else []
         return plan_of(job, rows, changes)
 
+    async def plan_job(self, job: JobSpec, pool: PoolConfig) -> JobPlan:
+        """Return the plan by which a job is placed, within about the deadline; of one that does not fit, within two.
+
+        What the states alone exclude is not traced, and level auto traces no further than to the first level that fits.
+        """
+        found = candidates_of_job(job, pool)
+        rows = await run_sync(rows_of, found, [pool], ())
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                for index, candidate in enumerate(found):
+                    if candidate.spec is not None and fits(rows[index], pool.name) != "no":
+                        (rows[index],) = await self._rows([candidate])
+                        if choose_level(rows[: index + 1], pool.name) is None or fits(rows[index], pool.name) == "yes":
+                            break
+        except TimeoutError:
+            rows[index] = rows[index].model_copy(update={"reason": _late()})
+        plan = job_plan(job, pool, rows, version("octet-fp8"))
+        if plan.verdict != "no":
+            return plan
+        own = next(each.spec for each in found if each.level == plan.level)
+        assert own is not None, "a level that was chosen is possible"
+        savings = savings_of_job(own, pool)
+        by_states = await run_sync(rows_of, savings, [pool], ())
+        kept = [each for each, row in zip(savings, by_states, strict=True) if fits(row, pool.name) != "no"]
+        return with_remedies(plan, own, pool, await self._rows(kept))
+
     async def _rows(self, found: list[Candidate]) -> list[PlanRow]:
         replies = await asyncio.gather(*map(self._reply, traces_of(found)))
-        return await run_sync(rows_of, found, self._settings.pools, replies)
+        rows = await run_sync(rows_of, found, self._settings.pools, replies)
+        self.num_disagreements += sum(row.states_agree is False for row in rows)
+        return rows
 
     async def _reply(self, request: TraceRequest) -> TraceReply:
-        key = request.job.model_dump_json(include={"model", "precision", "training", "parallelism", "resources"})
+        key = request.job.model_dump_json(include=_TRACED_PARTS, exclude=_NOT_TRACED)
         reply = self._kept.get(key) or await self._ask(key, request)
         return reply.model_copy(update={"id": request.id})
 
     async def _ask(self, key: str, request: TraceRequest) -> TraceReply:
         """Ask the process for a peak, unless it traces it already, and wait until the deadline. A late reply is kept."""
-        answer, reason = self._waiting.get(key), None
-        if not self._settings.planner:
-            reason = "this server traces no peaks: its setting planner is off"
-        elif find_spec("torch") is None:
-            reason = "this server traces no peaks: octet-fp8[worker] is not installed there"
-        elif answer is None and len(self._waiting) >= MOST_WAITING:
+        answer, reason = self._waiting.get(key), why_no_peaks(self._settings)
+        if reason is None and answer is None and len(self._waiting) >= MOST_WAITING:
             reason = f"{MOST_WAITING} traces are waiting; ask again later"
         if reason is not None:
             return TraceReply(id=request.id, reason=reason)
@@ -85,7 +154,7 @@ class Planner:
             async with asyncio.timeout(DEADLINE_S):
                 return await asyncio.shield(answer)
         except TimeoutError:
-            return TraceReply(id=request.id, reason=f"its peak was not traced within {DEADLINE_S:g} s; ask again later")
+            return TraceReply(id=request.id, reason=_late())
 
     async def _send(self, key: str, request: TraceRequest) -> None:
         number = str(next(self._numbers))
@@ -137,3 +206,49 @@ class Planner:
             self._process.kill()
         if self._reader is not None:
             await self._reader
+
+
+class Planning(Collector):
+    """A planner in a thread of its own, which any thread asks. The thread starts with the first plan."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._planner = Planner(settings)
+        self._starting = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def plan(self, request: PlanRequest) -> "Future[Plan]":
+        """Plan a job that may never be submitted. Its pool is one of the settings'."""
+        return self._run(lambda: self._planner.plan(request))
+
+    def plan_job(self, job: JobSpec, pool: PoolConfig) -> "Future[JobPlan]":
+        """Plan a job that is stored. pool: its own, which states its memory."""
+        return self._run(lambda: self._planner.plan_job(job, pool))
+
+    def _run(self, ask: Callable[[], Coroutine[Any, Any, Answer]]) -> "Future[Answer]":
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="octet-planning", daemon=True)
+                self._thread.start()
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop)
+
+    def close(self) -> None:
+        """End the process and the thread. Plans under way are given up."""
+        with self._starting:
+            if self._loop is None or self._thread is None or self._loop.is_closed():
+                return
+            asyncio.run_coroutine_threadsafe(self._planner.close(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "octet_plan_disagreements", "traces of plans whose states are not those of the closed form"
+        )
+        family.add_metric([], self._planner.num_disagreements)
+        return [family]

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Shown(NamedTuple):
-    """A job as the answer shows it: rendered as JSON, and whether the next pass of the dispatcher starts it."""
+    """A job as the answer shows it: rendered as JSON, and whether the next pass of the dispatcher starts or plans it."""
 
     job_id: str
     text: str

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from octet.api_schemas import Contract, Job, JobSpec, JobSummary, MetricPoint, Progress, QueuePlace, StartTimes
+from octet.api_schemas.job_plan import JobPlan
 from octet.service.store.curves import Point
 from octet.service.store.job_queries import ShownRow
 
@@ -47,6 +48,8 @@ def job(row: ShownRow, queue: QueuePlace | None, spec: JobSpec | None = None) ->
         start=_start_times(row),
         summary=JobSummary.read_stored(row.summary) if row.summary else None,
         recipe=spec.precision.resolved_recipe,
+        plan=JobPlan.read_stored(row.plan) if row.plan else None,
+        measured_to_planned=row.measured_to_planned,
         spec=spec,
     )
 

@@ -74,7 +74,7 @@ def dispatch(
     schema_is_newer = threading.Event()
     with (
         ending_on_newer_schema(database, schema_is_newer.set),
-        serving_metrics(metrics_address, dispatcher.health, lambda: dispatcher.leads),
+        serving_metrics(metrics_address, dispatcher.health, lambda: dispatcher.leads, dispatcher.planning),
     ):
         dispatcher.start()
         if autoscale:
@@ -91,8 +91,16 @@ def dispatch(
 
 
 def slots_wanted(database: Database, pools: Sequence[PoolConfig]) -> dict[str, int]:
-    """Count the slots, by pool, that live attempts hold and queued jobs wait for; at most what the pool may have."""
+    """Count the slots, by pool, that live attempts hold and queued jobs wait for; at most what the pool may have.
+
+    Jobs that are still to be planned want none yet: no node is started for one that turns out not to fit it.
+    """
     with database.read() as session:
         used = store.queue.slots_used(session)
-        waiting = {pool.name: sum(job.workers for job in store.queue.head_of_queue(session, pool.name)) for pool in pools}
+        waiting = {
+            pool.name: sum(
+                job.workers for job in store.queue.head_of_queue(session, pool.name) if job.is_planned or not pool.plans_jobs
+            )
+            for pool in pools
+        }
     return {pool.name: min(pool.slots, used.get(pool.name, 0) + waiting[pool.name]) for pool in pools}

@@ -90,7 +90,7 @@ def run(
     dispatcher = Dispatcher(database, launcher, settings)
     if former_pid is not None:
         dispatcher.succeed(former_pid)
-    app = create_app(settings, database=database, wake=dispatcher.wake, loops=dispatcher.health)
+    app = create_app(settings, database=database, wake=dispatcher.wake, loops=dispatcher.health, planning=dispatcher.planning)
     server = http_server(app, settings)
 
     def serve_until_told() -> None:

@@ -1,5 +1,7 @@
 """The catalog that a job chooses from: models, precision levels and pools."""
 
+import statistics
+
 from fastapi import APIRouter
 
 from octet.api_schemas import JobState, Page, Pool
@@ -12,6 +14,8 @@ from octet.service.http.problems import answers
 
 router = APIRouter(prefix="/v1", tags=["catalog"])
 
+ENOUGH_JOBS = 10
+"""A pool shows how much of its plans was measured once so many of its jobs have succeeded."""
 _LIVE = [state for state in JobState if not state.is_terminal and state is not JobState.QUEUED]
 
 
@@ -34,6 +38,7 @@ def pools(context: AppContextDep) -> Page[Pool]:
     with context.database.read() as session:
         present, used = store.queue.slots_present(session), store.queue.slots_used(session)
         jobs = store.tallies.read(session).jobs
+        ratios = {pool.name: store.jobs.measured_to_planned(session, pool.name) for pool in context.settings.pools}
     shown = [
         Pool(
             name=pool.name,
@@ -45,6 +50,7 @@ def pools(context: AppContextDep) -> Page[Pool]:
             jobs_live=sum(jobs.get((pool.name, state), 0) for state in _LIVE),
             memory_per_device_bytes=pool.memory_per_device_bytes,
             threads_per_worker=pool.threads_per_worker,
+            measured_to_planned=statistics.median(ratios[pool.name]) if len(ratios[pool.name]) >= ENOUGH_JOBS else None,
         )
         for pool in context.settings.pools
     ]

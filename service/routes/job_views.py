@@ -14,6 +14,7 @@ from octet.service.errors import NotFound
 from octet.service.jobs import views
 from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.submissions import Shown, Stored
+from octet.service.scheduling.decide import WAITS_FOR_PLAN
 from octet.service.scheduling.places import STARTS_SOON
 from octet.service.store.job_queries import ShownRow
 from octet.service.store.jobs import NewJob
@@ -51,7 +52,7 @@ def shown_submissions(
         else:
             with session_of(transaction) as session:
                 job = views.job(_stored_row(session, id_), place)
-        shown[id_] = Shown(id_, job.model_dump_json(), place is not None and place.why == STARTS_SOON)
+        shown[id_] = Shown(id_, job.model_dump_json(), place is not None and place.why in (STARTS_SOON, WAITS_FOR_PLAN))
     return [shown[submission.job.id] for _, submission in pairs]
 
 

@@ -1,5 +1,7 @@
 """Plans: what a job would take, before it is submitted."""
 
+import asyncio
+
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 
@@ -20,4 +22,4 @@ async def plan(http_request: HttpRequest, context: AppContextDep) -> Plan:
     """
     request = await read_json(http_request, PlanRequest)
     check_options(request.job, context.settings)
-    return await context.planner.plan(request)
+    return await asyncio.wrap_future(context.planning.plan(request))

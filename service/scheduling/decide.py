@@ -13,6 +13,8 @@ from typing import Protocol
 
 from octet.api_schemas import FailureReason, PoolConfig
 
+WAITS_FOR_PLAN = "the memory that it takes is being planned; others are placed meanwhile"
+
 
 class Queued(Protocol):
     """A job in the queue, as the store reads it. Its former attempt is at large until its processes are known to be gone."""
@@ -35,16 +37,22 @@ class Queued(Protocol):
     def former_lease_expires_at(self) -> datetime | None: ...
     @property
     def former_reason(self) -> FailureReason | None: ...
+    @property
+    def is_planned(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class PoolState:
-    """The slots of a pool: configured, present (None until the cluster says), and taken by attempts not yet released."""
+    """The slots of a pool: configured, present (None until the cluster says), and taken by attempts not yet released.
+
+    needs_plans: it states its devices' memory, so that jobs are planned before they are placed.
+    """
 
     name: str
     slots: int
     slots_present: int | None
     slots_used: int
+    needs_plans: bool = False
 
     @property
     def slots_free(self) -> int:
@@ -55,7 +63,10 @@ def pool_states(
     pools: Iterable[PoolConfig], slots_present: Mapping[str, int], slots_used: Mapping[str, int]
 ) -> list[PoolState]:
     """Join the configured pools with the slots that the cluster has and that attempts take."""
-    return [PoolState(pool.name, pool.slots, slots_present.get(pool.name), slots_used.get(pool.name, 0)) for pool in pools]
+    return [
+        PoolState(pool.name, pool.slots, slots_present.get(pool.name), slots_used.get(pool.name, 0), pool.plans_jobs)
+        for pool in pools
+    ]
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,7 @@ def _decide_pool(
     free = pool.slots_free if pool else 0
     blocker: Queued | None = None
     for position, job in enumerate(jobs, start=1):
-        own_reason = _own_reason(job, now, lease_grace) or _space_reason(job, space)
+        own_reason = _own_reason(job, now, lease_grace) or _space_reason(job, space) or _plan_reason(job, pool)
         why = own_reason or _pool_reason(job, pool, free, blocker)
         holds_back = why is not None and own_reason is None and blocker is None
         if why is None:
@@ -143,6 +154,15 @@ def _space_reason(job: Queued, space: Space | None) -> str | None:
         f"found the disk full; {space.free_bytes >> 20} MiB are free there and {space.needed_bytes >> 20} MiB have to be. "
         "Ask the operator to free space"
     )
+
+
+def waits_for_plan(job: Queued, pool: PoolState | None) -> bool:
+    """Return True for a job that is planned before it is placed, and has no plan yet."""
+    return pool is not None and pool.needs_plans and not job.is_planned
+
+
+def _plan_reason(job: Queued, pool: PoolState | None) -> str | None:
+    return WAITS_FOR_PLAN if waits_for_plan(job, pool) else None
 
 
 def _pool_reason(job: Queued, pool: PoolState | None, free: int, blocker: Queued | None) -> str | None:

@@ -11,7 +11,7 @@ from octet.api_schemas import FailureReason, JobState, QueuePlace
 from octet.service import store
 from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
-from octet.service.scheduling.decide import Decision, PoolState, decide, pool_states
+from octet.service.scheduling.decide import Decision, PoolState, decide, pool_states, waits_for_plan
 from octet.service.scheduling.space import space_for
 from octet.service.settings import Settings
 from octet.service.store.queue import Place, QueuedJob
@@ -73,7 +73,8 @@ class QueuePlaces:
             known.heads[pool] = store.queue.head_of_queue(transaction, pool)
         head = known.heads[pool]
         places = {each.job_id: each for each in self._decided(transaction, head, known)}
-        if not any(map(_changes_by_itself, head)):
+        states = {state.name: state for state in known.states or ()}
+        if not any(_changes_by_itself(job) or waits_for_plan(job, states.get(job.pool)) for job in head):
             known.places[pool] = places
         return places
 

@@ -51,6 +51,8 @@ class ShownRow(NamedTuple):
     model_built_at: datetime | None = None
     first_step_at: datetime | None = None
     warmed_up_at: datetime | None = None
+    plan: dict[str, Any] | None = None
+    measured_to_planned: float | None = None
 
 
 @dataclass(frozen=True)

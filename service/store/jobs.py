@@ -310,6 +310,12 @@ def count_failures(session: Session, job_id: str, reason: FailureReason) -> int:
     return session.scalar(query) or 0
 
 
+def measured_to_planned(session: Session, pool: str, limit: int = 100) -> list[float]:
+    """Return measured over planned bytes of a pool's newest jobs that have both."""
+    query = select(JobRow.measured_to_planned).where(JobRow.pool == pool, JobRow.measured_to_planned.is_not(None))
+    return [ratio for ratio in session.scalars(query.order_by(JobRow.id.desc()).limit(limit)) if ratio is not None]
+
+
 def jobs_to_show(session: Session, since: datetime, limit: int) -> list[tuple[str, datetime | None]]:
     """List jobs that had an attempt and either live or ended after `since`, each with its end; newest first."""
     columns = (JobRow.id, JobRow.finished_at)

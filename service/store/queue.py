@@ -19,6 +19,7 @@ from sqlalchemy import (
     delete,
     func,
     literal_column,
+    null,
     or_,
     select,
     union_all,
@@ -57,6 +58,7 @@ class QueuedJob(NamedTuple):
     former_attempt_at_large: bool
     former_lease_expires_at: datetime | None
     former_reason: FailureReason | None
+    is_planned: bool
     worker_counts: tuple[int, ...]
 
 
@@ -87,12 +89,17 @@ def head_of_queue(transaction: Transaction, pool: str) -> list[QueuedJob]:
     return [QueuedJob(*row[:-1], counts.get(row[0], (row[2],))) for row in rows]
 
 
+def specs_of(transaction: Transaction, job_ids: Sequence[str]) -> dict[str, str]:
+    """Read the specs of jobs, as text, by id."""
+    query = select(JobRow.id, cast(JobRow.spec, Text)).where(JobRow.id.in_(job_ids))
+    return {job_id: spec for job_id, spec in connection_of(transaction).execute(query)}
+
+
 def _counts_of(transaction: Transaction, job_ids: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """The numbers of ranks that elastic jobs may have. Only these need their specs."""
     if not job_ids:
         return {}
-    specs = connection_of(transaction).execute(select(JobRow.id, cast(JobRow.spec, Text)).where(JobRow.id.in_(job_ids)))
-    return {job_id: _worker_counts(spec) for job_id, spec in specs}
+    return {job_id: _worker_counts(spec) for job_id, spec in specs_of(transaction, job_ids).items()}
 
 
 @lru_cache(maxsize=1024)
@@ -102,7 +109,7 @@ def _worker_counts(spec: str) -> tuple[int, ...]:
 
 def _in_order(
     *conditions: ColumnElement[bool],
-) -> Select[str, str, int, int, datetime | None, bool, datetime | None, FailureReason | None, int | None]:
+) -> Select[str, str, int, int, datetime | None, bool, datetime | None, FailureReason | None, bool, int | None]:
     last = aliased(AttemptRow)
     return (
         select(
@@ -114,6 +121,7 @@ def _in_order(
             AttemptRow.id.is_not(None),
             AttemptRow.lease_expires_at,
             last.reason,
+            JobRow.plan.is_not(null()),
             JobRow.min_workers,
         )
         .outerjoin(AttemptRow, (AttemptRow.id == JobRow.current_attempt_id) & AttemptRow.released_at.is_(None))

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server
+from prometheus_client.registry import Collector
 
 from octet.service.telemetry.loops import LoopHealth
 
 
 @contextmanager
-def serving_metrics(address: str, health: LoopHealth, leads: Callable[[], bool]) -> Iterator[int]:
+def serving_metrics(address: str, health: LoopHealth, leads: Callable[[], bool], *others: Collector) -> Iterator[int]:
     """Serve `GET /metrics` while the block runs, and yield the port. An empty address serves nothing, and yields 0.
 
     address: HOST:PORT, an IPv6 host in brackets; port 0 takes a free one. Raises ValueError for any other form, OSError for
@@ -24,7 +25,8 @@ def serving_metrics(address: str, health: LoopHealth, leads: Callable[[], bool])
         return
     host, port = _host_and_port(address)
     registry = CollectorRegistry()
-    registry.register(health)
+    for collector in (health, *others):
+        registry.register(collector)
     ProcessCollector(registry=registry)
     leading = Gauge("octet_dispatcher_is_leader", "1 while this dispatcher leads", registry=registry)
     leading.set_function(lambda: float(leads()))

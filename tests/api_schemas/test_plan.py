@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octet.api_schemas import JobSpec
-from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.job_plan import JobPlan
+from octet.api_schemas.levels import AUTOMATIC, LEVELS
 from octet.api_schemas.plan import (
     FRAGMENTATION,
     NCCL_BYTES,
@@ -17,11 +18,15 @@ from octet.api_schemas.plan import (
     PlanRow,
     TraceReply,
     candidates,
+    candidates_of_job,
     changes_of,
+    job_plan,
     needs_changes,
     plan_of,
     rows_of,
+    savings_of_job,
     traces_of,
+    with_remedies,
 )
 from octet.api_schemas.planned_states import states_of
 from octet.api_schemas.resources import PoolConfig
@@ -148,3 +153,96 @@ def test_changes_are_jobs_of_their_own(workers: int) -> None:
     for change in changes_of(job(workers=workers)):
         assert change.spec is not None
         assert change.spec != job(workers=workers)
+
+
+PEAKS = st.dictionaries(st.sampled_from(AUTOMATIC), st.integers(1, 3 * 10**10), min_size=len(AUTOMATIC))
+NEAR = st.tuples(st.sampled_from(AUTOMATIC), st.integers(-(10**9), 3 * 10**9))
+"""A level, and how much more memory a device has than the level's lower bound: between the bounds, too."""
+
+
+def memory_near(near: tuple[str, int], activations: dict[str, int]) -> int:
+    level, more = near
+    return max(10**8, (planned(job(level), 10**12, activations).lower_bytes or 0) + more)
+
+
+def planned(spec: JobSpec, memory: int, activations: dict[str, int]) -> JobPlan:
+    """Plan a job whose peaks at these levels are known."""
+    found = candidates_of_job(spec, pool(memory))
+    requests = [each for each in traces_of(found) if each.job.precision.level in activations]
+    replies = [TraceReply(id=each.id, peak=peak_of(each.job, activations[each.job.precision.level])) for each in requests]
+    return job_plan(spec, pool(memory), rows_of(found, [pool(memory)], replies), "1")
+
+
+@settings(max_examples=40)
+@given(near=NEAR, activations=PEAKS)
+def test_auto_takes_the_most_precise_level_that_surely_fits(near: tuple[str, int], activations: dict[str, int]) -> None:
+    memory = memory_near(near, activations)
+    at = {level: planned(job(level), memory, activations) for level in AUTOMATIC}
+    chosen = planned(job("auto"), memory, activations)
+    surely = [level for level, plan in at.items() if plan.verdict == "yes"]
+    assert chosen.level is not None
+    if surely:
+        assert (chosen.level, chosen.verdict) == (surely[0], "yes")
+        assert chosen.upper_bytes is not None
+        assert chosen.upper_bytes <= memory
+    else:
+        assert chosen.largest_micro_batch == max(plan.largest_micro_batch or 0 for plan in at.values())
+        assert chosen.verdict in ("tight", "no")
+    assert chosen.model_copy(update={"asked_level": chosen.level}) == at[chosen.level]
+
+
+@settings(max_examples=40)
+@given(near=st.tuples(NEAR, NEAR), activations=PEAKS)
+def test_more_memory_never_makes_auto_less_precise(
+    near: tuple[tuple[str, int], tuple[str, int]], activations: dict[str, int]
+) -> None:
+    less, more = (
+        planned(job("auto"), memory, activations) for memory in sorted(memory_near(each, activations) for each in near)
+    )
+    assert less.level is not None
+    assert more.level is not None
+    assert ORDER.index(less.verdict) <= ORDER.index(more.verdict)
+    if less.verdict == "yes":
+        assert AUTOMATIC.index(more.level) <= AUTOMATIC.index(less.level)
+
+
+def test_auto_makes_no_choice_past_a_level_whose_peak_is_not_known() -> None:
+    """A late trace must not make a job less precise than another run of the same plan would."""
+    known = dict.fromkeys(AUTOMATIC[1:], 1)
+    assert planned(job("auto"), 10**11, known).level is None
+    too_small_for_bf16_states = 10**9
+    assert planned(job("auto"), too_small_for_bf16_states, known).level in AUTOMATIC[2:]
+
+
+def test_auto_passes_over_levels_that_the_devices_or_the_job_cannot_have() -> None:
+    old = pool(10**11, (8, 0))
+    found = candidates_of_job(job("auto"), old)
+    assert [each.level for each in found if each.spec is not None] == ["bf16-amp"]
+
+
+def test_a_job_that_does_not_fit_hears_what_would() -> None:
+    spec, memory = job("bf16-amp"), 10**10
+    plan = planned(spec, memory, {"bf16-amp": 4 * 10**10})
+    assert plan.verdict == "no"
+    savings = savings_of_job(spec, pool(memory))
+    assert [each.change for each in savings][: len(AUTOMATIC) - 1] == [None] * (len(AUTOMATIC) - 1)
+    replies = [
+        TraceReply(id=each.id, peak=peak_of(each.job, 10**8 if each.job.training.fused_loss else 10**12))
+        for each in traces_of(savings)
+    ]
+    found = with_remedies(plan, spec, pool(memory), rows_of(savings, [pool(memory)], replies))
+    assert found.remedies == ("training.micro_batch_size 1", "training.fused_loss True")
+    assert found.possible_remedies == ()
+    by_states = with_remedies(
+        plan.model_copy(update={"largest_micro_batch": 0}), spec, pool(memory), rows_of(savings, [pool(memory)], ())
+    )
+    assert by_states.remedies == ()
+    assert "precision.level O2" in by_states.possible_remedies
+
+
+def test_a_plan_of_auto_names_its_choice() -> None:
+    spec = job("auto")
+    found = rows(spec, 80 * 10**9, 10**9)
+    assert [row.level for row in found if row.peak_bytes is not None] == list(AUTOMATIC)
+    assert plan_of(spec, found, ()).chosen_level == "bf16-amp"
+    assert plan_of(spec, rows(spec, None, 10**9), ()).chosen_level is None

@@ -16,7 +16,7 @@ from octet.api_schemas.catalog import model_families
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.shapes import ParameterShape
-from octet.api_schemas.planned_states import NUM_MEASURES, NotPlanned, States, states_of, states_of_rank
+from octet.api_schemas.planned_states import NUM_MEASURES, NotPlanned, States, states_of, states_of_rank, validated
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.fp8.layout import layout_of
 from octet.worker.kernels import sampling
@@ -272,3 +272,22 @@ def test_more_ranks_of_zero_never_raise_a_ranks_bytes(level: str, family: str, s
         for number in (fewer, more)
     ]
     assert found[1] <= found[0] + slack
+
+
+def test_level_auto_is_a_level_only_once_the_service_has_chosen_it() -> None:
+    document = {
+        "name": "auto",
+        "model": "gpt-tiny",
+        "precision": "auto",
+        "data": {"path": "/data"},
+        "training": {"steps": 1, "sequence_length": 64},
+    }
+    job = JobSpec.model_validate(document)
+    with pytest.raises(NotPlanned, match="chosen before it starts"):
+        states_of(job, job.model.sizes)
+    shown = validated(job)
+    assert (shown.states, shown.recipe, shown.gradient_accumulation) == (None, None, None)
+    with pytest.raises(ValueError, match=r"precision\.level: got auto; allowed: a level"):
+        resolve(job, RankEnv())
+    with pytest.raises(ValueError, match="recipe at level te"):
+        JobSpec.model_validate(document | {"precision": {"level": "auto", "recipe": {}}})

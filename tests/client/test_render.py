@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from octet.api_schemas import Attempt, Checkpoint, Job, JobState, JobSummary, LogLine, Pool
 from octet.api_schemas.catalog import model_families
 from octet.api_schemas.curve import Curve, CurveEvaluations
+from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.rows import Row
 from octet.client import render
@@ -220,6 +221,29 @@ def test_results_of_a_job(make_job: MakeJob, make_summary: MakeSummary) -> None:
     assert shown["speed"] == "5,120 tokens/s, 25,600 tokens in 1:05"
     assert shown["memory"] == "16 kB: weights 4 kB, gradients 4 kB, exp_avg 4 kB, exp_avg_sq 4 kB"
     assert "host" not in shown
+
+
+def test_a_plan_is_shown_beside_what_was_measured(make_job: MakeJob, make_summary: MakeSummary) -> None:
+    plan = JobPlan(
+        asked_level="auto",
+        level="O2",
+        verdict="tight",
+        memory_per_device_bytes=80 * 10**9,
+        micro_batch_size=4,
+        largest_micro_batch=2,
+        peak_bytes=75 * 10**9,
+        lower_bytes=75 * 10**9,
+        upper_bytes=81 * 10**9,
+        planner_version="1",
+    )
+    summary = make_summary(peak_memory_bytes=78 * 10**9, reserved_memory_bytes=79 * 10**9)
+    shown = facts(make_job(state="succeeded", summary=summary, plan=plan, measured_to_planned=1.04))
+    assert shown["level"] == f"{make_job().spec.precision.level}, chosen for auto"
+    assert shown["plan"] == "fits or not, by what CUDA and NCCL take: peak 75 GB to 81 GB, a device of 80 GB"
+    assert shown["peak"] == "78 GB allocated, 79 GB reserved"
+    assert shown["measured"] == "104.0% of the plan's peak"
+    unknown = plan.model_copy(update={"verdict": "unknown", "reason": "no peak today"})
+    assert facts(make_job(plan=unknown))["plan"] == "not known to fit a device of 80 GB: no peak today"
 
 
 def test_states_in_host_memory_have_a_line_of_their_own(make_job: MakeJob, make_summary: MakeSummary) -> None:

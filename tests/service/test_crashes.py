@@ -6,11 +6,15 @@ fails and resumes, and one that is cancelled while it runs; it must end the same
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import Future
+from itertools import cycle
 from typing import Any
 
 import pytest
 
-from octet.api_schemas import AttemptState, FailureReason, JobSpec, JobState
+from octet.api_schemas import AttemptState, FailureReason, JobSpec, JobState, PoolConfig, PrecisionSpec
+from octet.api_schemas.job_plan import JobPlan
+from octet.api_schemas.plan import PlanRow, job_plan
 from octet.service.dispatcher import launch, place
 from octet.service.dispatcher.context import NotLeading
 from octet.service.errors import IllegalTransition
@@ -145,6 +149,50 @@ def test_a_deposed_dispatcher_writes_nothing(
     old.lead()
     assert old.leads_since is None
     assert world.context.leads_since is not None
+
+
+class Undecided:
+    """A planner that answers at once, with another level each time."""
+
+    def __init__(self) -> None:
+        self._levels = cycle(("te", "O2", "O3-split"))
+
+    def plan_job(self, job: JobSpec, pool: PoolConfig) -> "Future[JobPlan]":
+        promise = Future[JobPlan]()
+        row = PlanRow(level=next(self._levels), reason="undecided")  # type: ignore[arg-type]
+        plan = job_plan(job.model_copy(update={"precision": PrecisionSpec(level=row.level)}), pool, [row], "1")
+        promise.set_result(plan.model_copy(update={"asked_level": job.precision.level}))
+        return promise
+
+    def close(self) -> None:
+        return None
+
+
+def test_a_level_is_chosen_once_whenever_the_dispatcher_dies(
+    mortal: MortalDatabase, clock: TurnedClock, settings: Settings, spec_document: dict[str, Any]
+) -> None:
+    """Before and after each commit of the plan, the placement and the launch: what is stored is what is trained."""
+    pool = POOLS[0].model_copy(update={"memory_per_device_bytes": 10**9})
+    planned = settings.model_copy(update={"pools": (pool, POOLS[1])})
+    instant, burnt = 0, True
+    while burnt:
+        instant += 1
+        world = new_world(mortal, clock, planned, spec_document)
+        world.planning = world.context.planning = Undecided()
+        job_id = world.submit(precision="auto")
+        world.renew()
+        mortal.fuse.set(instant)
+        for _ in range(20):
+            world.clock.turn(1)
+            survive(world, world.dispatch)
+        burnt = mortal.fuse.burnt
+        mortal.fuse.set(0)
+        job, (order,) = world.job(job_id), world.launcher.orders.values()
+        assert job.plan is not None
+        assert order.spec.precision.level == job.spec.precision.level == job.plan.level, f"after a crash at instant {instant}"
+        types = [event.type for event in world.events(job_id)]
+        assert types.count("job.not_planned") == 1, "the plan is stored once"
+    assert instant > 6, "the story has become too short to prove anything"
 
 
 @pytest.mark.slow

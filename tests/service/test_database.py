@@ -81,8 +81,13 @@ def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(databas
         assert store.jobs.take_idempotency_keys(session, [key], now) == {job_id}
 
 
+PLANNED = ("plan", "measured_to_planned")
+
+
 def without_rows(connection: Connection) -> None:
-    """Undo migrations 0015, 0014, 0013 and 0012."""
+    """Undo migrations 0016, 0015, 0014, 0013 and 0012."""
+    for statement in ("DROP INDEX ix_jobs_pool_measured", *(f"ALTER TABLE jobs DROP COLUMN {name}" for name in PLANNED)):
+        connection.execute(text(statement))
     for table in ("exports", "comparison_children", "comparisons", "deleted_jobs"):
         connection.execute(text(f"DROP TABLE {table}"))
     undo = ("DROP TABLE measurements", "DROP INDEX ix_jobs_rows", "DROP INDEX ix_jobs_best_evaluation_loss")

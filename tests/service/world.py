@@ -24,9 +24,9 @@ from octet.service import store
 from octet.service.cluster.fake import FakeLauncher
 from octet.service.db.engine import Database
 from octet.service.db.tables import AttemptRow, EventRow
-from octet.service.dispatcher import compare, drain, grow, launch, orphans, place, release, watch
+from octet.service.dispatcher import compare, drain, grow, launch, orphans, place, plan, release, watch
 from octet.service.dispatcher import context as dispatcher_context
-from octet.service.dispatcher.context import DispatcherContext
+from octet.service.dispatcher.context import DispatcherContext, JobPlanner
 from octet.service.ingest.apply import Applied, apply_all
 from octet.service.ingest.batches import SentBatch, read_batch
 from octet.service.jobs import commands, views
@@ -61,6 +61,8 @@ class World:
         leads: bool = True,
     ) -> None:
         self.database, self.clock, self.settings, self.launcher, self.spec = database, clock, settings, launcher, spec
+        self.planning: JobPlanner | None = None
+        """The planner of every dispatcher; by default each has its own."""
         self.context = DispatcherContext(database, launcher, settings)
         self.deleted: set[str] = set()
         """Jobs that somebody has asked to delete."""
@@ -69,6 +71,7 @@ class World:
 
     def new_dispatcher(self) -> DispatcherContext:
         context = DispatcherContext(self.database, self.launcher, self.settings)
+        context.planning = self.planning or context.planning
         context.lead()
         return context
 
@@ -134,7 +137,7 @@ class World:
     def dispatch(self, look: Callable[[], object] = lambda: None) -> None:
         """Run every loop of jobs once. look: called after each."""
         self.renew()
-        for loop in (place, launch, watch, release, grow, compare):
+        for loop in (plan, place, launch, watch, release, grow, compare):
             loop.step(self.context)
             look()
 

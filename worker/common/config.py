@@ -15,6 +15,7 @@ from octet.api_schemas import (
     OptimizerSpec,
     PrecisionSpec,
     ScheduleSpec,
+    SpecConflict,
     TrainingSpec,
     check_data,
     tokens_per_sample,
@@ -108,6 +109,8 @@ def resolve(spec: JobSpec, env: RankEnv, files: Files = ANY_FILE) -> TrainConfig
         )
     if conflict := check_without_effect(spec):
         raise conflict
+    if not spec.precision.is_resolved:
+        raise SpecConflict("precision.level", "auto", "a level: only a service chooses one", "Name a level.")
     training = spec.training
     not_compiled = reason_against("training.compile", spec) if training.compile == "auto" else None  # "on" is refused there
     if not_compiled is not None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from octet.api_schemas import JobSpec
+from octet.api_schemas.plan import why_not_traced
 from octet.worker.fp8 import weights
 from octet.worker.mesh import Axes
 from octet.worker.metrics.memory import memory_report
@@ -28,7 +29,6 @@ from octet.worker.planning.live_bytes import LiveBytes
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.memory_options import prepare_steps
 
-TRACED_FAMILIES = ("gpt", "llama")
 MOST_PASSES = 2
 """Micro-batches that are traced: every pass after the first finds the gradients of those before it."""
 WHOLE = 1 << 62
@@ -58,13 +58,8 @@ class Trace(NamedTuple):
 
 def check(spec: JobSpec) -> None:
     """Raise NotTraced, with the reason, for a job whose step does not run on a fake GPU."""
-    if spec.model.family not in TRACED_FAMILIES:
-        raise NotTraced(f"steps of family {spec.model.family} are not traced; those of {', '.join(TRACED_FAMILIES)} are")
-    if spec.precision.storage.engine != "octet":
-        raise NotTraced(f"level {spec.precision.level} runs {spec.precision.storage.engine}'s layers, not traced yet")
-    for axis in ("pipeline", "context"):
-        if getattr(spec.parallelism, axis) > 1:
-            raise NotTraced(f"steps with parallelism.{axis} are not traced yet")
+    if reason := why_not_traced(spec):
+        raise NotTraced(reason)
 
 
 def trace(spec: JobSpec, num_blocks: int, num_sequences: int) -> Trace:

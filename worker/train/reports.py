@@ -80,6 +80,10 @@ def _peak_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
+def _peak_reserved_bytes(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
 class WorstLayers:
     """Reports of the layers that FP8 holds worst, at most one in `INTERVAL_S`."""
 
@@ -199,6 +203,7 @@ def summarize(
         converted_memory_bytes=progress.converted_memory_bytes,
         host_memory_bytes=progress.host_memory_bytes,
         peak_memory_bytes=_peak_bytes(next(model.parameters()).device),
+        reserved_memory_bytes=_peak_reserved_bytes(next(model.parameters()).device),
         sent_bytes=_by_collective(sent_bytes),
         data=dict(facts),
     )
