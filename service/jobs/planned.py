@@ -9,6 +9,7 @@ from datetime import datetime
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import FailureReason, JobSpec, JsonScalar
+from octet.api_schemas.base import merge_patch
 from octet.api_schemas.job_plan import JobPlan
 from octet.service import store
 from octet.service.db.tables import JobRow

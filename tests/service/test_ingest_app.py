@@ -108,7 +108,8 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any]]] = {
 @ON_SQLITE
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refusal_is_a_problem_document(served: Served, name: str) -> None:
-    status, code, changes = REFUSED[name]
+    status, code, refused = REFUSED[name]
+    changes = dict(refused)
     path = served.path + changes.pop("path", "")
     answered, problem = served.send(changes.pop("body", served.body()), path, **changes)
     assert (answered, problem["code"], problem["instance"]) == (status, code, served.path)
