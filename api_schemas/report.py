@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from octet.api_schemas.base import Contract, JsonScalar, Timestamp
+from octet.api_schemas.base import Contract, Timestamp
 from octet.api_schemas.export import EXPORT_NAME, Activations, ExportLayout, Format, MismatchCard
 from octet.api_schemas.job import JobSummary
 from octet.api_schemas.measured import MAX_LAYERS, LayerHealth, MemoryBytes
@@ -17,9 +17,12 @@ from octet.api_schemas.states import DesiredState, FailureReason
 
 StartPhase = Literal["placed", "process_up", "torch_imported", "model_built", "first_step", "warmed_up"]
 MAX_REPORTS_PER_BATCH = 1000
+MAX_EVENT_VALUES = 16
 
 Step = Annotated[int, Field(ge=1, le=2**53)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
+EventKey = Annotated[str, Field(max_length=64)]
+EventValue = Annotated[str, Field(max_length=1024)] | int | float | bool | None
 
 
 class PhaseReport(Contract):
@@ -124,7 +127,7 @@ class EventReport(Contract):
     kind: Literal["event"] = "event"
     type: str = Field(pattern=r"^[a-z_]+(\.[a-z_]+)*$", max_length=64)
     message: str = Field(max_length=4096)
-    data: dict[str, JsonScalar] = Field(default_factory=dict)
+    data: dict[EventKey, EventValue] = Field(default_factory=dict, max_length=MAX_EVENT_VALUES)
 
 
 class FinishedReport(Contract):

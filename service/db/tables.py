@@ -180,6 +180,7 @@ class AttemptRow(Base):
     resumed_from_step: Mapped[int | None] = mapped_column(BigInteger)
     last_step: Mapped[int | None] = mapped_column(BigInteger)
     num_log_lines: Mapped[int] = mapped_column(BigInteger, default=0)
+    num_events: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     reason: Mapped[FailureReason | None]
     message: Mapped[str | None]
 

@@ -32,7 +32,7 @@ from octet.service.store.curves import Point, pack_curve
 from octet.service.store.ids import new_id
 from octet.service.store.reporting import AttemptStatus, ReportRows
 
-MAX_LOG_LINES = 100_000
+MAX_LOG_LINES, MAX_EVENTS = 100_000, 10_000
 
 Clock = Callable[[datetime | None], datetime]
 """Returns the time that leases are measured by, given the time of PostgreSQL's clock that a statement has read."""
@@ -326,6 +326,12 @@ class _Reports:
         self.work.applied.finished = True
 
     def _event(self, type_: str, message: str, **data: Any) -> None:
+        self.attempt.num_events += 1
+        if self.attempt.num_events > MAX_EVENTS + 1:
+            return
+        if self.attempt.num_events > MAX_EVENTS:
+            type_, data = "events.truncated", {}
+            message = f"the ranks of attempt {self.attempt.epoch} have sent {MAX_EVENTS} events; more are dropped"
         store.jobs.add_event(self.session, self.job, self.now, type_, message, attempt_id=self.attempt.id, data=data)
 
 

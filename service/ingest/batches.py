@@ -12,10 +12,10 @@ import msgspec
 from msgspec import Meta, Struct, field
 from pydantic import ValidationError
 
-from octet.api_schemas import FailureReason, JobSummary, JsonScalar, ReportBatch
+from octet.api_schemas import FailureReason, JobSummary, ReportBatch
 from octet.api_schemas import report as contracts
 from octet.api_schemas.export import EXPORT_NAME, Activations, ExportLayout, Format
-from octet.api_schemas.report import MAX_REPORTS_PER_BATCH, StartPhase
+from octet.api_schemas.report import MAX_EVENT_VALUES, MAX_REPORTS_PER_BATCH, StartPhase
 
 Step = Annotated[int, Meta(ge=1, le=2**53)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -25,6 +25,8 @@ ExportName = Annotated[str, Meta(pattern=rf"\A{EXPORT_NAME}\Z")]
 Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Address = Annotated[str, Meta(pattern=r"\A(\[[0-9a-f:.]+\]|[0-9a-z.-]{1,253}):[0-9]{1,5}\Z", max_length=262)]
 EventType = Annotated[str, Meta(pattern=r"\A[a-z_]+(\.[a-z_]+)*\Z", max_length=64)]
+EventKey = Annotated[str, Meta(max_length=64)]
+EventValue = Annotated[str, Meta(max_length=1024)] | int | float | bool | None
 MetricName = Annotated[str, Meta(pattern=r"\A[a-z0-9_]{1,64}\Z")]
 
 
@@ -102,7 +104,7 @@ class LogReport(_Body, frozen=True, tag="log"):
 class EventReport(_Body, frozen=True, tag="event"):
     type: EventType
     message: Annotated[str, Meta(max_length=4096)]
-    data: dict[str, JsonScalar] = field(default_factory=dict)
+    data: Annotated[dict[EventKey, EventValue], Meta(max_length=MAX_EVENT_VALUES)] = field(default_factory=dict)
 
 
 class FinishedReport(_Body, frozen=True, tag="finished"):

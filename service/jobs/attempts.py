@@ -54,6 +54,7 @@ def reserve(session: Session, job: JobRow, now: datetime, workers: int | None = 
         workers=workers,
         created_at=now,
         num_log_lines=0,
+        num_events=0,
     )
     session.add(attempt)
     job.current_attempt_id = attempt.id

@@ -258,6 +258,26 @@ def test_a_log_has_an_end(client: TestClient, world: World, monkeypatch: pytest.
     assert [event.type for event in world.events(job_id)].count("log.truncated") == 1
 
 
+def test_the_events_of_ranks_have_an_end(client: TestClient, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply, "MAX_EVENTS", 3)
+    job_id, rank = world.start()
+    before = len(world.events(job_id))
+    for _ in range(2):
+        rank.send(*[EventReport(type="layer.demoted", message="word") for _ in range(4)])
+    assert [event.type for event in world.events(job_id)][before:] == [*["layer.demoted"] * 3, "events.truncated"]
+    rank.train(1, 2, 3, 4)
+    rank.succeed()
+    assert world.events(job_id)[-1].type == "job.succeeded", "those of the service come all the same"
+
+
+@ON_SQLITE
+@pytest.mark.parametrize("data", [{"k" * 65: 1}, {"key": "v" * 1025}, {str(number): 1 for number in range(17)}])
+def test_an_event_is_small(client: TestClient, world: World, data: dict[str, Any]) -> None:
+    _, rank = world.start()
+    event = EventReport(type="some.event", message="word").model_copy(update={"data": data})
+    refused(post(client, rank, rank.batch(event)), 422, ErrorCode.INVALID_REQUEST)
+
+
 def test_text_with_zero_bytes_and_odd_moments_is_stored_on_both(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     rank.send(
