@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from octet.api_schemas import CheckpointRef, EventReport, ExportReport, Files, JobSpec
+from octet.api_schemas.export import EXPORT_PROGRESS
 from octet.worker.checkpoint import load_folder
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.common.errors import Cancelled, Fenced, InvalidConfig
@@ -233,6 +234,17 @@ def test_an_attempt_that_another_has_replaced_writes_no_export(document: dict[st
         train(at_level(document, "O3"), tmp_path, recorder=fenced)
     assert len(fenced.losses()) == 4
     assert (fenced.of(ExportReport), list((tmp_path / "exports").iterdir())) == ([], [])
+
+
+def test_an_export_that_takes_long_says_that_it_goes_on(
+    document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server ends an attempt without progress after its stall timeout."""
+    monkeypatch.setattr(job_export, "PROGRESS_EVERY_S", 0.0)
+    recorder, _ = train(at_level(document, "O3"), tmp_path)
+    said = [event.message for event in recorder.of(EventReport) if event.type == EXPORT_PROGRESS]
+    assert said[:2] == ["exporting step 4: its checkpoint is read", "exporting step 4: its files are written"]
+    assert said[2:] == [f"exporting step 4: {number} held-out samples are compared" for number in range(8)]
 
 
 def test_an_export_that_is_too_far_is_not_kept_and_the_job_succeeds(document: dict[str, Any], tmp_path: Path) -> None:
