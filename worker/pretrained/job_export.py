@@ -43,6 +43,24 @@ Tell = Callable[[ReportBody], None]
 logger = logging.getLogger(__name__)
 
 
+def check_export(config: TrainConfig, model: nn.Module) -> None:
+    """Refuse a model that cannot be written in the form that a job's spec names. Raises InvalidConfig.
+
+    model: converted, and whole: ranks have not divided it yet.
+    """
+    spec = config.spec.export
+    if spec is None or config.adapter is not None:
+        return
+    try:
+        check_form(model, spec.format, form=_form_of(spec))
+    except ValueError as error:
+        raise InvalidConfig(f"export: {error}") from None
+
+
+def _form_of(spec: ExportSpec) -> Fp8Form:
+    return Fp8Form(spec.layout, spec.activations)
+
+
 class TooFar(Exception):
     """An export is further from the trainer's evaluation than its spec allows."""
 
@@ -56,21 +74,11 @@ class JobExporter:
         """reporter: has the orders to stop. tell: sends a report."""
         self._config, self._spec, self._source, self._reporter, self._tell = config, spec, source, reporter, tell
         self._checkpoints, self._folder = job_dir / "checkpoints", job_dir / "exports"
-        self._form = Fp8Form(spec.layout, spec.activations)
+        self._form = _form_of(spec)
         self._pending: list[int] = []
         self._reported_at = 0.0
         self.newest: MismatchCard | None = None
         """The card of the newest export."""
-
-    def check(self, model: nn.Module) -> None:
-        """Refuse a model that cannot be written in the form that the spec names. Raises InvalidConfig."""
-        is_cut = self._config.layout.pipeline * self._config.layout.tensor > 1  # then each export checks the whole model
-        if self._config.adapter is not None or is_cut:
-            return
-        try:
-            check_form(model, self._spec.format, form=self._form)
-        except ValueError as error:
-            raise InvalidConfig(f"export: {error}") from None
 
     def add_all(self, steps: Iterable[int]) -> None:
         """Take checkpoints that are complete, by their steps."""

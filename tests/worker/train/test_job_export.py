@@ -334,6 +334,28 @@ def run_rank(rank: int, document: dict[str, Any], job_dir: str, port: int) -> No
         assert recorder.of(ExportReport) == []
 
 
+def run_refused_rank(rank: int, document: dict[str, Any], port: int) -> None:
+    torch.set_num_threads(1)
+    config = resolve(JobSpec.model_validate(document), RankEnv(rank, 2, rank, master_port=port))
+    with (
+        Mesh(config.env, torch.device("cpu"), config.layout) as mesh,
+        pytest.raises(InvalidConfig, match=r"mlp.down has 192 inputs; .* multiples of 128"),
+    ):
+        Trainer(config, mesh, Recorder(), Path("unused"))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("parallelism", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_ranks_that_divide_a_model_refuse_what_it_cannot_be_written_as(
+    document: dict[str, Any], parallelism: dict[str, Any]
+) -> None:
+    """Before the first step, not in an event after the last one."""
+    document = with_training(document, "O3", micro_batch_size=2) | {"model": LLAMA | {"intermediate_size": 192}}
+    document["export"] = {"format": "fp8", "layout": "hf-fp8-block", "activations": "dynamic"}
+    two = document | {"parallelism": parallelism, "resources": {"workers": 2}}
+    run_ranks(run_refused_rank, (two, free_port()), 2)
+
+
 @pytest.mark.system
 @pytest.mark.parametrize("parallelism", [{"zero_stage": 3}, {"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_two_ranks_write_the_files_of_one(document: dict[str, Any], parallelism: dict[str, Any], tmp_path: Path) -> None:
