@@ -77,6 +77,7 @@ class JobExporter:
         self._form = _form_of(spec)
         self._pending: list[int] = []
         self._reported_at = 0.0
+        self._is_last = False
         self.newest: MismatchCard | None = None
         """The card of the newest export."""
 
@@ -91,7 +92,8 @@ class JobExporter:
             self._export(self._pending.pop(0))
 
     def finish(self, last_step: int, best_step: int | None) -> None:
-        """Export what is left at the end of a run whose last checkpoint is complete."""
+        """Export what is left at the end of a run whose last checkpoint is complete. Any order to stop ends it."""
+        self._is_last = True
         self.export_pending()
         if self._spec.when != "every_checkpoint":
             self._export(best_step if self._spec.when == "best" and best_step is not None else last_step)
@@ -189,9 +191,9 @@ class JobExporter:
             self._tell(EventReport(type=EXPORT_PROGRESS, message=f"exporting step {step}: {what}", data={"step": step}))
 
     def _check_order(self) -> None:
-        """Raise an order to stop that leaves no time for a checkpoint, nor for this."""
+        """Raise an order to stop that leaves no time for a checkpoint, nor for this. After the last checkpoint any does."""
         stop = order_to_stop(self._reporter)
-        if stop is not None and not stop.saves:
+        if stop is not None and (self._is_last or not stop.saves):
             raise stop
 
     def _facts(self, step: int, state: Mapping[str, Any], card: MismatchCard | None) -> Facts:

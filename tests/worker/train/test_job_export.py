@@ -236,6 +236,17 @@ def test_an_attempt_that_another_has_replaced_writes_no_export(document: dict[st
     assert (fenced.of(ExportReport), list((tmp_path / "exports").iterdir())) == ([], [])
 
 
+def test_a_pause_ends_an_export_after_the_last_step(document: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing is left to save, so slots are not held until it is written; the next attempt makes it."""
+    paused = Recorder(stop_after_step=7, stop=lambda why: Cancelled(why, saves=True))
+    with pytest.raises(Cancelled):
+        train(at_level(document, "O3"), tmp_path, recorder=paused)
+    assert len(paused.losses()) == 4
+    assert (paused.of(ExportReport), list((tmp_path / "exports").iterdir())) == ([], [])
+    recorder, _ = train(at_level(document, "O3"), tmp_path, paused.checkpoints())
+    assert (recorder.losses(), [report.step for report in recorder.of(ExportReport)]) == ([], [4])
+
+
 def test_an_export_that_takes_long_says_that_it_goes_on(
     document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
