@@ -9,6 +9,9 @@ from octet.api_schemas.base import Contract, Timestamp
 EXPORT_NAME = r"step_[0-9]{10}_[a-z0-9-]{1,32}"
 """The name of an export's folder: the checkpoint's, and the form."""
 
+EXPORT_PROGRESS = "export.progress"
+"""The type of the event that says, once a minute, that an export goes on. It counts as progress of its attempt."""
+
 Format = Literal["fp8", "bf16", "fp32"]
 ExportLayout = Literal["compressed-tensors", "hf-fp8-block"]
 Activations = Literal["none", "dynamic"]

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import AttemptState, DesiredState, FailureReason, JobSummary
-from octet.api_schemas.export import MismatchCard
+from octet.api_schemas.export import EXPORT_PROGRESS, MismatchCard
 from octet.api_schemas.training import KeepSpec
 from octet.service import store
 from octet.service.db.bulk import Transaction, connection_of
@@ -237,6 +237,8 @@ class _Reports:
             case batches.LogReport() as body:
                 self._log(body, report.at)
             case batches.EventReport() as body:
+                if body.type == EXPORT_PROGRESS:
+                    self.attempt.last_progress_at = self.now
                 self._event(body.type, body.message, **body.data)
             case batches.FinishedReport() as body:
                 self._finished(body)

@@ -192,19 +192,23 @@ def hold(session: Session, job: JobRow, event: JobEvent, now: datetime) -> None:
 def revive(session: Session, job: JobRow, event: JobEvent, now: datetime) -> None:
     """Put a job that is over back into the queue, with the whole budgets for failures, for another attempt.
 
-    Its attempts, events, logs and checkpoints stay.
+    Its attempts, events, logs and checkpoints stay; for an export also its summary, by which `_end_job` knows that it has
+    succeeded.
     """
     job.state, job.desired = next_job_state(job.state, event), DesiredState.RUN
     job.queued_at = now
     job.finished_at = job.stop_requested_at = job.not_before = None
-    job.reason = job.message = job.summary = job.measured_to_planned = None
+    job.reason = job.message = None
+    if event is not JobEvent.EXPORT:
+        job.summary = job.measured_to_planned = None
     if job.num_attempts == 0:
         job.plan = None  # it may have been refused: it is planned again, for what the pool has by now
     # Failures by a full disk are left out of the budget by their number, so it starts there.
     job.num_failures = 0
     job.num_platform_failures = store.jobs.count_failures(session, job.id, FailureReason.STORAGE_FULL)
     goes_on, data = _next_start(session, job)
-    message = f"{'continued' if event is JobEvent.EXTEND else 'retried'}; it goes on {goes_on}"
+    words = {JobEvent.EXTEND: "continued", JobEvent.EXPORT: "to be exported"}
+    message = f"{words.get(event, 'retried')}; it goes on {goes_on}"
     if event is JobEvent.EXTEND:
         message += f", to step {job.num_steps}"
         data["steps"] = job.num_steps
@@ -258,6 +262,12 @@ def _may_retry(session: Session, job: JobRow, reason: FailureReason) -> bool:
 
 
 def _end_job(session: Session, job: JobRow, event: JobEvent, now: datetime) -> None:
+    if job.summary is not None and event is not JobEvent.SUCCEED:  # it had succeeded before it was to be exported
+        why = "it was cancelled" if job.reason is None else f"{job.reason.value} ({job.message}). {job.reason.hint}"
+        message = f"the export that was asked for was not made: {why}"
+        store.jobs.add_event(session, job, now, "export.failed", message[:4096], attempt_id=job.current_attempt_id)
+        job.reason = job.message = None
+        event = JobEvent.KEEP
     job.state = next_job_state(job.state, event)
     job.finished_at = now
     job.not_before = None

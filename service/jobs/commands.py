@@ -146,9 +146,10 @@ def retry(session: Session, job_id: str, now: datetime, tenant: str | None = Non
 def export(session: Session, job_id: str, wanted: ExportSpec, now: datetime, tenant: str | None = None) -> JobRow:
     """Put a job that has succeeded back into the queue for an attempt that takes no step: it evaluates, and exports.
 
-    The job's spec has this export from then on; exports of other forms stay. Raises NotFound, also for another tenant's job,
-    IllegalTransition for a job that has not succeeded or has no checkpoint of its last step, and InvalidRequest for an export
-    that the job cannot have.
+    The job has succeeded again however that ends. Its spec has this export from then on; exports of other forms stay.
+
+    Raises NotFound, also for another tenant's job, IllegalTransition for a job that has not succeeded or has no checkpoint of
+    its last step, and InvalidRequest for an export that the job cannot have.
     """
     job = _lock(session, job_id, tenant)
     if job.state is not JobState.SUCCEEDED:
@@ -159,7 +160,7 @@ def export(session: Session, job_id: str, wanted: ExportSpec, now: datetime, ten
     if newest is None or newest.step != job.num_steps:
         raise IllegalTransition("the job has no checkpoint of its last step, which an export is made of. Clone it with export.")
     _patch_spec(job, {"export": wanted.model_dump(mode="json")})
-    attempts.revive(session, job, JobEvent.EXTEND, now)
+    attempts.revive(session, job, JobEvent.EXPORT, now)
     return job
 
 

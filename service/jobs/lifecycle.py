@@ -5,7 +5,8 @@ job      queued ──place──▶ starting ──start──▶ running ─�
            │                          │           │
            ├──────────────requeue─────┴───────────┤ fail ─▶ failed,  cancel ─▶ cancelling ─▶ cancelled
            ├──resume── paused ◀─stop── pausing ◀──┘ pause;  a queued job is paused at once
-           └──retry── failed, cancelled;  with more steps also succeeded
+           ├──retry── failed, cancelled;  with more steps also succeeded
+           └──export── succeeded, which it is again however that ends (keep)
 
 attempt  reserved ─claim─▶ launching ─launched─▶ starting ─started─▶ running ─▶ succeeded | failed | cancelled
 """
@@ -24,10 +25,12 @@ class JobEvent(StrEnum):
     CANCEL = "cancel"
     RETRY = "retry"
     EXTEND = "retry with more steps"
+    EXPORT = "export"
     SUCCEED = "succeed"
     REQUEUE = "requeue"  # its attempt failed or yielded, and another follows
     FAIL = "fail"
     STOP = "stop"  # the attempt of a job that is being paused or cancelled has ended
+    KEEP = "keep"  # an export that was asked for later does not come; the training had succeeded
 
 
 class AttemptEvent(StrEnum):
@@ -75,9 +78,11 @@ JOB_TRANSITIONS: dict[tuple[JobState, JobEvent], JobState] = {
     (_J.FAILED, _E.RETRY): _J.QUEUED,
     (_J.CANCELLED, _E.RETRY): _J.QUEUED,
     **{(state, _E.EXTEND): _J.QUEUED for state in JobState if state.is_terminal},
+    (_J.SUCCEEDED, _E.EXPORT): _J.QUEUED,
+    **{(state, _E.KEEP): _J.SUCCEEDED for state in JobState if not state.is_terminal},
 }
 
-_COMMANDS = (_E.PAUSE, _E.RESUME, _E.CANCEL, _E.RETRY, _E.EXTEND)
+_COMMANDS = (_E.PAUSE, _E.RESUME, _E.CANCEL, _E.RETRY, _E.EXTEND, _E.EXPORT)
 
 _A, _V = AttemptState, AttemptEvent
 ATTEMPT_TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {

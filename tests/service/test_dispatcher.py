@@ -5,11 +5,13 @@ import pytest
 from octet.api_schemas import (
     AttemptState,
     DesiredState,
+    EventReport,
     FailureReason,
     FinishedReport,
     JobState,
     PhaseReport,
 )
+from octet.api_schemas.export import EXPORT_PROGRESS
 from octet.service.cluster.launcher import LauncherError
 from octet.service.dispatcher import watch
 from octet.service.dispatcher.context import NotLeading, Outage
@@ -230,6 +232,16 @@ def test_start_timeout_and_stall(world: World) -> None:
         rank.send()
     world.dispatch()
     assert world.attempts(stuck)[0].reason is FailureReason.STALLED
+
+
+def test_an_export_that_goes_on_is_no_stall(world: World) -> None:
+    """It takes no steps; a large model takes longer than the timeout to be compared."""
+    job_id, rank = world.start()
+    for _ in range(int(world.settings.stall_timeout_s / 50) + 1):
+        world.turn(50)
+        rank.send(EventReport(type=EXPORT_PROGRESS, message="exporting step 4: 7 held-out samples are compared"))
+    world.dispatch()
+    assert world.attempts(job_id)[0].reason is None
 
 
 def test_cancelling_a_queued_job_is_immediate(world: World) -> None:

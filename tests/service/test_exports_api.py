@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from octet.api_schemas import CheckpointReport, ExportReport, ExportSpec, FinishedReport
+from octet.api_schemas import CheckpointReport, ExportReport, ExportSpec, FailureReason, FinishedReport
+from tests.kit.summaries import summary_of
 from tests.service.world import World, step
 
 CONTENT = {"model.safetensors": b"\x00\xff" * 70_000, "config.json": b"{}", "README.md": b"# Trained"}
@@ -171,6 +172,55 @@ def test_a_job_that_succeeded_is_exported_later(client: TestClient, world: World
     again.succeed()
     assert [item["step"] for item in client.get(url).json()["data"]] == [4]
     assert client.get(f"/v1/jobs/{job_id}").json()["state"] == "succeeded"
+
+
+def succeed(world: World) -> str:
+    """Return a job that has succeeded, with a checkpoint of its last step and its summary."""
+    job_id, rank = world.start()
+    rank.train(1, 2, 3, 4)
+    rank.send(CheckpointReport(step=4, name="step_0000000004", num_bytes=1, sha256="0" * 64, loss=1.0))
+    rank.send(FinishedReport(outcome="succeeded", summary=summary_of(1.0)))
+    world.dispatch()
+    return job_id
+
+
+@pytest.mark.parametrize("ends", ["failed", "cancelled while it runs", "cancelled in the queue", "cancelled while paused"])
+def test_a_job_that_succeeded_stays_so_without_the_export(client: TestClient, world: World, ends: str) -> None:
+    """Whatever becomes of the attempt that exports: an event says why the export is missing."""
+    job_id = succeed(world)
+    before = client.get(f"/v1/jobs/{job_id}").json()
+    assert client.post(f"/v1/jobs/{job_id}/exports", json={"max_kl_divergence": 0.5}).status_code == 202
+    if ends == "cancelled while paused":
+        world.pause(job_id)
+    elif ends != "cancelled in the queue":
+        world.dispatch()
+        world.dispatch()
+        rank = world.rank_of(job_id)
+        rank.begin(4)
+    if ends != "failed":
+        world.cancel(job_id)
+    if ends == "failed":
+        rank.send(FinishedReport(outcome="failed", reason=FailureReason.OUT_OF_MEMORY, message="no host memory"))
+    elif ends == "cancelled while it runs":
+        rank.send(FinishedReport(outcome="cancelled"))
+    after = client.get(f"/v1/jobs/{job_id}").json()
+    assert (after["state"], after["reason"], after["message"]) == ("succeeded", None, None)
+    assert after["summary"] == before["summary"]
+    assert after["summary"] is not None
+    [event] = [event for event in world.events(job_id) if event.type == "export.failed"]
+    assert ("no host memory" if ends == "failed" else "it was cancelled") in event.message
+    assert client.post(f"/v1/jobs/{job_id}/exports", json={}).status_code == 202  # it may be asked for again
+
+
+def test_a_job_that_goes_on_after_an_export_can_fail(client: TestClient, world: World) -> None:
+    job_id = succeed(world)
+    world.retry(job_id, steps=6)
+    world.dispatch()
+    world.dispatch()
+    rank = world.rank_of(job_id)
+    rank.begin(4)
+    rank.send(FinishedReport(outcome="failed", reason=FailureReason.OUT_OF_MEMORY))
+    assert client.get(f"/v1/jobs/{job_id}").json()["state"] == "failed"
 
 
 def test_a_job_without_its_last_checkpoint_cannot_be_exported(client: TestClient, world: World) -> None:

@@ -20,7 +20,7 @@ from octet.service.jobs.lifecycle import (
 def test_every_job_transition_is_in_the_table_or_refused(state: JobState, event: JobEvent) -> None:
     if (state, event) in JOB_TRANSITIONS:
         assert next_job_state(state, event) is JOB_TRANSITIONS[state, event]
-        assert not state.is_terminal or event in {JobEvent.RETRY, JobEvent.EXTEND}
+        assert not state.is_terminal or event in {JobEvent.RETRY, JobEvent.EXTEND, JobEvent.EXPORT}
     else:
         with pytest.raises(IllegalTransition, match=state.value):
             next_job_state(state, event)

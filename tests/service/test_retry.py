@@ -98,7 +98,7 @@ def test_a_job_that_has_succeeded_goes_on_with_more_steps(client: TestClient, wo
     rank.send(saved(4))
     rank.succeed()
     problem = problem_of(client.post(f"/v1/jobs/{job_id}/retry"), 409)
-    assert (problem.code, "Possible: retry with more steps." in problem.detail) == (ErrorCode.ILLEGAL_TRANSITION, True)
+    assert (problem.code, "Possible: retry with more steps, export." in problem.detail) == (ErrorCode.ILLEGAL_TRANSITION, True)
     problem = problem_of(client.post(f"/v1/jobs/{job_id}/retry?steps=4"), 422)
     assert (problem.errors[0].field, problem.errors[0].allowed) == ("steps", "more than 4")
     for _ in range(2):

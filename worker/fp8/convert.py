@@ -5,8 +5,10 @@ objects, so ties, parameter groups and whatever else refers to a parameter stay 
 layer that a rule or the user leaves out.
 """
 
+import itertools
+import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -92,13 +94,24 @@ class ConversionReport:
         lines += [f"  {self.nothing_converted}"] if self.nothing_converted else []
         lines += [f"  layers in FP8 are chosen by speedups {self.borrowed_table}"] if self.borrowed_table else []
         reasons = {layer.name: f", in bf16: {layer.reason}" for layer in self.filtered}
-        lines += [f"  converted {name}{reasons.get(name, '')}" for name in self.converted]
+        lines += [f"  converted {line}" for line in _joined(f"{name}{reasons.get(name, '')}" for name in self.converted)]
         lines += [f"  skipped   {layer.name}: {layer.reason}" for layer in self.skipped]
         lines += [f"  in bf16   {name}" for name in self.norms]
         lines += [f"  in fp32   {norm.name}: {norm.reason}" for norm in self.skipped_norms]
         lines += [f"  forward   {line}" for line in _wrapper_lines(self.model)]
         lines += [f"  {num_bytes:>15,} bytes of {kind}" for kind, num_bytes in self.bytes_by_class.items()]
         return "\n".join(lines)
+
+
+def _joined(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines, those of a mixture's experts as one: a model of 48 layers with 128 experts has 12,288."""
+    for line, run in itertools.groupby(lines, _without_expert):
+        same = list(run)
+        yield same[0] if len(same) == 1 else f"{line} ({len(same)} experts)"
+
+
+def _without_expert(line: str) -> str:
+    return re.sub(r"(experts\.\w+)\.[0-9]+\b", r"\1", line)
 
 
 def select_layers(model: nn.Module, rules: PrecisionSpec) -> tuple[list[str], list[SkippedLayer]]:

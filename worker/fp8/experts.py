@@ -10,7 +10,7 @@ The router stays as it is. Shape suffixes: T tokens, S pairs of a token and an e
 """
 
 from collections.abc import Iterator, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,19 @@ class Stack(NamedTuple):
 
     name: str
     parts: tuple[str, ...]
+
+
+class ReplacedStack(nn.Parameter):
+    """A stacked parameter that its model has no more. An optimizer that was made of it would skip it, and train no expert."""
+
+    @property
+    def grad(self) -> NoReturn:  # type: ignore[override]
+        """Raise RuntimeError."""
+        raise RuntimeError(
+            f"a parameter of shape {tuple(self.shape)} is asked for its gradient, but its experts are parameters of their own "
+            "since octet.initialize; allowed: an optimizer that initialize got, or that was made of model.parameters() after "
+            "it. Pass the optimizer to initialize, or make it later."
+        )
 
 
 class ExpertLinears(nn.ModuleList):
@@ -75,8 +88,8 @@ def unstack_experts(model: nn.Module, precision: PrecisionSpec, optimizer: torch
 
     Nothing happens at other levels, and a second time.
 
-    The optimizer follows, with its states. Raises ValueError, before anything is changed, where it holds states of a stack in
-    few bits.
+    The optimizer follows, with its states; any other that holds a stack raises when it steps. Raises ValueError, before
+    anything is changed, where the optimizer holds states of a stack in few bits.
     """
     if precision.storage.gemm != "fp8":
         return
@@ -92,6 +105,9 @@ def unstack_experts(model: nn.Module, precision: PrecisionSpec, optimizer: torch
         module.register_load_state_dict_pre_hook(_split_loaded)
         if optimizer is not None:
             _follow(optimizer, replaced)
+        for stacked in replaced:
+            if type(stacked) is nn.Parameter:
+                stacked.__class__ = ReplacedStack
 
 
 def has_experts(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from octet.api_schemas import CheckpointRef, EventReport, ExportReport, ExportSpec, ReportBody
-from octet.api_schemas.export import MismatchCard
+from octet.api_schemas.export import EXPORT_PROGRESS, MismatchCard
 from octet.worker.checkpoint import BadCheckpoint, complete_in, load
 from octet.worker.checkpoint.files import MANIFEST, WrittenFile, finish, sync
 from octet.worker.common.config import TrainConfig
@@ -33,11 +34,31 @@ from octet.worker.pretrained.write import PLAIN_DTYPES, check_form, export
 from octet.worker.reporting.reporter import Reporter, order_to_stop
 
 VERSION = 1
+PROGRESS_EVERY_S = 60.0
+"""Seconds between events of an export that goes on. Without any, the server ends the attempt after its stall timeout."""
 _UNFINISHED = ".unfinished_"
 
 Tell = Callable[[ReportBody], None]
 
 logger = logging.getLogger(__name__)
+
+
+def check_export(config: TrainConfig, model: nn.Module) -> None:
+    """Refuse a model that cannot be written in the form that a job's spec names. Raises InvalidConfig.
+
+    model: converted, and whole: ranks have not divided it yet.
+    """
+    spec = config.spec.export
+    if spec is None or config.adapter is not None:
+        return
+    try:
+        check_form(model, spec.format, form=_form_of(spec))
+    except ValueError as error:
+        raise InvalidConfig(f"export: {error}") from None
+
+
+def _form_of(spec: ExportSpec) -> Fp8Form:
+    return Fp8Form(spec.layout, spec.activations)
 
 
 class TooFar(Exception):
@@ -53,20 +74,12 @@ class JobExporter:
         """reporter: has the orders to stop. tell: sends a report."""
         self._config, self._spec, self._source, self._reporter, self._tell = config, spec, source, reporter, tell
         self._checkpoints, self._folder = job_dir / "checkpoints", job_dir / "exports"
-        self._form = Fp8Form(spec.layout, spec.activations)
+        self._form = _form_of(spec)
         self._pending: list[int] = []
+        self._reported_at = 0.0
+        self._is_last = False
         self.newest: MismatchCard | None = None
         """The card of the newest export."""
-
-    def check(self, model: nn.Module) -> None:
-        """Refuse a model that cannot be written in the form that the spec names. Raises InvalidConfig."""
-        is_cut = self._config.layout.pipeline * self._config.layout.tensor > 1  # then each export checks the whole model
-        if self._config.adapter is not None or is_cut:
-            return
-        try:
-            check_form(model, self._spec.format, form=self._form)
-        except ValueError as error:
-            raise InvalidConfig(f"export: {error}") from None
 
     def add_all(self, steps: Iterable[int]) -> None:
         """Take checkpoints that are complete, by their steps."""
@@ -79,7 +92,8 @@ class JobExporter:
             self._export(self._pending.pop(0))
 
     def finish(self, last_step: int, best_step: int | None) -> None:
-        """Export what is left at the end of a run whose last checkpoint is complete."""
+        """Export what is left at the end of a run whose last checkpoint is complete. Any order to stop ends it."""
+        self._is_last = True
         self.export_pending()
         if self._spec.when != "every_checkpoint":
             self._export(best_step if self._spec.when == "best" and best_step is not None else last_step)
@@ -122,13 +136,17 @@ class JobExporter:
     def _write(self, ref: CheckpointRef, folder: Path) -> MismatchCard | None:
         """Write everything but the manifest, and compare what was written. Raises TooFar."""
         spec, files = self._spec, self._config.readable_files
+        self._reported_at = time.monotonic()
         state = load(self._checkpoints, ref)
+        self._report_progress(ref.step, "its checkpoint is read")
         job, dtype, card = state["job"], PLAIN_DTYPES.get(spec.format, torch.bfloat16), None
         if job.get("adapter") is None:
             model = averaged(state, trained(state, files)).eval()
             export(model, None, folder, format=spec.format, form=self._form)
+            self._report_progress(ref.step, "its files are written")
             if spec.compared_tokens:
-                card = measure(model, self._config.spec, folder, self._form, self._batches(), spec.compared_tokens)
+                batches = self._batches(ref.step)
+                card = measure(model, self._config.spec, folder, self._form, batches, spec.compared_tokens)
                 _check_limit(card, spec.max_kl_divergence)
         elif spec.merge:
             export_merged(job, state["model"], folder, dtype, files)
@@ -157,17 +175,25 @@ class JobExporter:
         assert report is not None, "it was written now"
         return report
 
-    def _batches(self) -> Iterator[Mapping[str, torch.Tensor]]:
+    def _batches(self, step: int) -> Iterator[Mapping[str, torch.Tensor]]:
         """The samples of an evaluation, one at a time, so that the logits of a few are in memory."""
         config = self._config
-        for batch in self._source.evaluation_batches(1, config.eval_batches * config.batch.global_batch_size, 0, 1):
+        most = config.eval_batches * config.batch.global_batch_size
+        for number, batch in enumerate(self._source.evaluation_batches(1, most, 0, 1)):
             self._check_order()
+            self._report_progress(step, f"{number} held-out samples are compared")
             yield batch
 
+    def _report_progress(self, step: int, what: str) -> None:
+        """Report once a minute that an export goes on, so that no server takes it for stalled."""
+        if time.monotonic() - self._reported_at >= PROGRESS_EVERY_S:
+            self._reported_at = time.monotonic()
+            self._tell(EventReport(type=EXPORT_PROGRESS, message=f"exporting step {step}: {what}", data={"step": step}))
+
     def _check_order(self) -> None:
-        """Raise an order to stop that leaves no time for a checkpoint, nor for this."""
+        """Raise an order to stop that leaves no time for a checkpoint, nor for this. After the last checkpoint any does."""
         stop = order_to_stop(self._reporter)
-        if stop is not None and not stop.saves:
+        if stop is not None and (self._is_last or not stop.saves):
             raise stop
 
     def _facts(self, step: int, state: Mapping[str, Any], card: MismatchCard | None) -> Facts:

@@ -22,6 +22,7 @@ from octet.worker.prepare.adapters import add_adapters, attach_adapters
 from octet.worker.prepare.blocks import WARM_UP_STEPS, CompileWatch
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.memory_options import prepare_steps
+from octet.worker.pretrained.job_export import check_export
 from octet.worker.pretrained.start import start_job
 from octet.worker.train.average import MovingAverage
 from octet.worker.train.step_graph import StepGraph, step_graph_of
@@ -83,6 +84,7 @@ def build(config: TrainConfig, mesh: Mesh, copies: HostCopies, tell: Tell, metri
         source=started.source,
     )
     model = prepared.model
+    check_export(config, model)
     assert prepared.optimizer is not None
     optimizer = prepared.optimizer
     started.make_masters(model, optimizer)

@@ -107,7 +107,6 @@ class Trainer:
         self.model, self.optimizer = self.job.model, self.job.optimizer
         if config.spec.export is not None and mesh.world.is_first:
             self.exporter = JobExporter(config, config.spec.export, job_dir, self.source, reporter, self._tell)
-            self.exporter.check(self.model)
 
         self.progress = Progress()
         self.worst_layers = train_reports.WorstLayers()

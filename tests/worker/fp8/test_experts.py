@@ -199,6 +199,30 @@ def test_the_optimizer_follows_with_its_states() -> None:
     assert (moved - expected).norm() < 0.05 * expected.norm()  # products in bf16
 
 
+@pytest.mark.parametrize("level", ["te", "O2"])
+def test_an_optimizer_that_was_left_behind_is_refused_when_it_steps(level: str) -> None:
+    """It holds the stacks of before, which get no gradient: it would train everything but the experts."""
+    model = experts()
+    left_behind = torch.optim.AdamW(model.parameters())
+    model, _ = initialize(model, None, level)
+    model(*routing("even")).sum().backward()
+    for use in (left_behind.step, left_behind.zero_grad):
+        with pytest.raises(
+            RuntimeError, match=r"shape \(\d+, \d+, \d+\) .* Pass the optimizer to initialize, or make it later"
+        ):
+            use()
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def test_a_report_has_a_line_for_all_experts_of_a_stack() -> None:
+    model, _ = initialize(nn.ModuleDict({"experts": experts()}), None, "O2")
+    report = model.octet_report
+    lines = [line for line in str(report).splitlines() if line.startswith("  converted")]
+    number = len(report.converted) // 2
+    expected = [f"  converted experts.{name} ({number} experts)" for name in ("gate_up_proj", "down_proj")]
+    assert (lines, number) == (expected, len(model["experts"].down_proj))
+
+
 def test_few_bit_states_of_a_stack_are_refused() -> None:
     model = experts()
     optimizer = LowBitAdamW(model.parameters())

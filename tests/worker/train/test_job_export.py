@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from octet.api_schemas import CheckpointRef, EventReport, ExportReport, Files, JobSpec
+from octet.api_schemas.export import EXPORT_PROGRESS
 from octet.worker.checkpoint import load_folder
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.common.errors import Cancelled, Fenced, InvalidConfig
@@ -235,6 +236,28 @@ def test_an_attempt_that_another_has_replaced_writes_no_export(document: dict[st
     assert (fenced.of(ExportReport), list((tmp_path / "exports").iterdir())) == ([], [])
 
 
+def test_a_pause_ends_an_export_after_the_last_step(document: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing is left to save, so slots are not held until it is written; the next attempt makes it."""
+    paused = Recorder(stop_after_step=7, stop=lambda why: Cancelled(why, saves=True))
+    with pytest.raises(Cancelled):
+        train(at_level(document, "O3"), tmp_path, recorder=paused)
+    assert len(paused.losses()) == 4
+    assert (paused.of(ExportReport), list((tmp_path / "exports").iterdir())) == ([], [])
+    recorder, _ = train(at_level(document, "O3"), tmp_path, paused.checkpoints())
+    assert (recorder.losses(), [report.step for report in recorder.of(ExportReport)]) == ([], [4])
+
+
+def test_an_export_that_takes_long_says_that_it_goes_on(
+    document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server ends an attempt without progress after its stall timeout."""
+    monkeypatch.setattr(job_export, "PROGRESS_EVERY_S", 0.0)
+    recorder, _ = train(at_level(document, "O3"), tmp_path)
+    said = [event.message for event in recorder.of(EventReport) if event.type == EXPORT_PROGRESS]
+    assert said[:2] == ["exporting step 4: its checkpoint is read", "exporting step 4: its files are written"]
+    assert said[2:] == [f"exporting step 4: {number} held-out samples are compared" for number in range(8)]
+
+
 def test_an_export_that_is_too_far_is_not_kept_and_the_job_succeeds(document: dict[str, Any], tmp_path: Path) -> None:
     recorder, summary = train(at_level(document, "O3", max_kl_divergence=1e-9), tmp_path)
     [event] = [event for event in recorder.of(EventReport) if event.type == "export.failed"]
@@ -320,6 +343,28 @@ def run_rank(rank: int, document: dict[str, Any], job_dir: str, port: int) -> No
         (Path(job_dir) / "found.json").write_text(json.dumps(found))
     else:
         assert recorder.of(ExportReport) == []
+
+
+def run_refused_rank(rank: int, document: dict[str, Any], port: int) -> None:
+    torch.set_num_threads(1)
+    config = resolve(JobSpec.model_validate(document), RankEnv(rank, 2, rank, master_port=port))
+    with (
+        Mesh(config.env, torch.device("cpu"), config.layout) as mesh,
+        pytest.raises(InvalidConfig, match=r"mlp.down has 192 inputs; .* multiples of 128"),
+    ):
+        Trainer(config, mesh, Recorder(), Path("unused"))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("parallelism", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_ranks_that_divide_a_model_refuse_what_it_cannot_be_written_as(
+    document: dict[str, Any], parallelism: dict[str, Any]
+) -> None:
+    """Before the first step, not in an event after the last one."""
+    document = with_training(document, "O3", micro_batch_size=2) | {"model": LLAMA | {"intermediate_size": 192}}
+    document["export"] = {"format": "fp8", "layout": "hf-fp8-block", "activations": "dynamic"}
+    two = document | {"parallelism": parallelism, "resources": {"workers": 2}}
+    run_ranks(run_refused_rank, (two, free_port()), 2)
 
 
 @pytest.mark.system
