@@ -1,4 +1,4 @@
-"""Comparisons: submit, list, read, pause, resume, cancel."""
+"""Comparisons: submit, list, read, pause, resume, cancel, delete."""
 
 from collections.abc import Callable
 from datetime import datetime
@@ -145,6 +145,13 @@ def cancel(
 ) -> Comparison:
     """Cancel a comparison and all of its children that wait or run. What the others have shown stays."""
     return _change(context, lambda session, now: comparisons.cancel(session, comparison_id, now, tenant, saves=save))
+
+
+@router.delete("/{comparison_id}", status_code=204, operation_id="delete_comparison", responses=answers(404, 409, 422))
+def delete(comparison_id: ComparisonIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> None:
+    """Delete a comparison that is over, with its report. Its jobs stay."""
+    with context.database.write() as session:
+        comparisons.delete(session, comparison_id, tenant)
 
 
 def _change(context: AppContext, change: Callable[[Session, datetime], ComparisonRow]) -> Comparison:
