@@ -170,7 +170,7 @@ def _measured_to_planned(job: JobRow, summary: JobSummary | None) -> float | Non
 def refuse(session: Session, job: JobRow, reason: FailureReason, message: str, now: datetime) -> None:
     """End a queued job that cannot be placed."""
     job.reason, job.message = reason, message
-    _end_job(session, job, JobEvent.FAIL, now)
+    _end_job(session, job, JobEvent.FAIL, now, message)
 
 
 def end_waiting(session: Session, job: JobRow, now: datetime) -> None:
@@ -256,13 +256,14 @@ def _may_retry(session: Session, job: JobRow, reason: FailureReason) -> bool:
     return reason.retryable and allowed
 
 
-def _end_job(session: Session, job: JobRow, event: JobEvent, now: datetime) -> None:
+def _end_job(session: Session, job: JobRow, event: JobEvent, now: datetime, why: str = "") -> None:
+    """End a job. why: what no event of an attempt says."""
     job.state = next_job_state(job.state, event)
     job.finished_at = now
     job.not_before = None
     job.remaining_s = None
-    because = f": {job.reason.value}. {job.reason.hint}" if job.reason else ""
-    store.jobs.add_event(session, job, now, f"job.{job.state.value}", f"the job {_WORDS[job.state]}{because}")
+    because = f": {job.reason.value}{f': {why}'.rstrip('.: ')}. {job.reason.hint}" if job.reason else ""
+    store.jobs.add_event(session, job, now, f"job.{job.state.value}", f"the job {_WORDS[job.state]}{because}"[:4096])
     logger.info("job %s (%s) ended: it %s%s", job.id, job.name, _WORDS[job.state], because)
 
 
