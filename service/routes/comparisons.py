@@ -83,10 +83,21 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
 
 
 async def _check_children(context: AppContext, spec: ComparisonSpec) -> None:
-    """Check the job of each arm as a submission does. Raises InvalidRequest with the path of the field in the comparison."""
-    for arm in range(len(spec.arms)):
+    """Check the job of each arm as a submission does. Raises InvalidRequest with the path of the field in the comparison.
+
+    That arms are the same job is no rule of the contract: with other defaults, a later version has to read what is stored.
+    """
+    children = [spec.child(arm, spec.child_seeds[0], "") for arm in range(len(spec.arms))]
+    unnamed = [child.model_copy(update={"name": "", "labels": {}}) for child in children]
+    for arm, child in enumerate(children):
+        if (first := unnamed.index(unnamed[arm])) < arm:
+            got, message = (
+                f"{spec.arms[first].name} and {spec.arms[arm].name}",
+                "These arms are the same job. Remove one of them.",
+            )
+            raise InvalidRequest.of((Violation(field="vary", got=got, allowed="each job once", message=message),))
         try:
-            await context.admission.check(spec.child(arm, spec.child_seeds[0], ""))
+            await context.admission.check(child)
         except InvalidRequest as error:
             raise type(error).of(tuple(_moved(each, spec.arms[arm].name) for each in error.errors)) from error
 

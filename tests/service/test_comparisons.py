@@ -255,6 +255,8 @@ def test_every_arm_is_checked_as_a_job(client: TestClient, world: World, asked: 
     assert message.startswith("Arm pool=gpu could not run here. no such pool.")
     ((field, message),) = refused(vary={"training.optimizer.learning_rate": [1e-3, -1.0]})
     assert field == "job.training.optimizer.learning_rate"
+    ((field, message),) = refused(vary={"training.gradient_clip": [0.5, 1.0, None]})
+    assert (field, message) == ("vary", "These arms are the same job. Remove one of them.")
     ((field, _),) = refused(levels=["O2", "O9"])
     assert field == "levels.1"
     assert world.all_jobs() == []
