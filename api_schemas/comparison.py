@@ -22,7 +22,7 @@ from octet.api_schemas.precision import LevelName
 from octet.api_schemas.problem import explain
 from octet.api_schemas.states import FailureReason, JobState
 
-MAX_ARMS, MAX_SEEDS, MAX_POINTS = 32, 30, 200
+MAX_ARMS, MAX_SEEDS, MAX_POINTS = 32, 30, 64
 DEFAULT_TOLERANCE = 0.0025
 NOISE = -1
 """The number of the arm that measures noise: the baseline from a changed start. The others count from 0."""
@@ -32,6 +32,7 @@ _OF_CHILDREN = ("name", "labels", "priority", "training.seed")
 """Fields that no arm varies: they name children, or pair them."""
 _LABELS = ("comparison", "arm", "seed")
 
+OutcomeKind = Literal["succeeded", "diverged", "failed", "left_out"]
 FieldPath = Annotated[str, Field(max_length=200, pattern=r"^[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*$")]
 
 
@@ -164,7 +165,7 @@ class EvaluatedPoint(Contract):
 class Outcome(Contract):
     """The end of a child, as a comparison keeps it: the job may be deleted after that."""
 
-    kind: Literal["succeeded", "diverged", "failed", "left_out"]
+    kind: OutcomeKind
     why: str | None = Field(default=None, description="why there are no figures")
     summary: JobSummary | None = None
     points: tuple[EvaluatedPoint, ...] = Field(default=(), description=f"evaluations in order, at most {MAX_POINTS}")
@@ -213,9 +214,7 @@ class Child(Contract):
     arm: str
     seed: int
     state: JobState | None = Field(description="null: it was deleted")
-    outcome: Literal["succeeded", "diverged", "failed", "left_out"] | None = Field(
-        description="null until it is over, or if it ended after the comparison"
-    )
+    outcome: OutcomeKind | None = Field(description="null until it is over, or if it ended after the comparison")
 
 
 class Comparison(Contract):

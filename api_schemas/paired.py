@@ -46,6 +46,12 @@ def _share_within(angle: float, num_degrees: int) -> float:
     return 2 / math.pi * (angle + sum_of_powers) if is_odd else sum_of_powers
 
 
+def deviation_of(values: Sequence[float]) -> float:
+    """Return the standard deviation of at least 2 values. statistics.stdev computes in fractions: ten times as long."""
+    mean = statistics.fmean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
 @dataclass(frozen=True)
 class Interval:
     """mean ± half_width holds the true mean with 95 %, if seeds differ by normal chance."""
@@ -58,7 +64,7 @@ class Interval:
         """The interval of the mean of at least 2 values. ValueError for fewer. error: the chance to miss."""
         if len(values) < 2:
             raise ValueError(f"got {len(values)} values; allowed: 2 or more.")
-        half_width = t_quantile(len(values) - 1, error) * statistics.stdev(values) / len(values) ** 0.5
+        half_width = t_quantile(len(values) - 1, error) * deviation_of(values) / len(values) ** 0.5
         return cls(statistics.fmean(values), half_width)
 
     def verdict(self, limit: float) -> str:
@@ -138,7 +144,7 @@ def num_needed(values: Sequence[float], limit: float, num_planned: int | None) -
 
     num_planned: of looks after each value; None for one look at all of them.
     """
-    distance, deviation = abs(limit - statistics.fmean(values)), statistics.stdev(values)
+    distance, deviation = abs(limit - statistics.fmean(values)), deviation_of(values)
     for number in range(len(values) + 1, MOST_SEEDS + 1):
         error = ERROR if num_planned is None else error_of_look(number, max(number, num_planned))
         if t_quantile(number - 1, error) * deviation / number**0.5 < distance:

@@ -271,6 +271,10 @@ class Client:
         """Cancel a comparison with all of its children. save: False leaves their checkpoints out."""
         return read(Comparison, self._post(f"{_comparison_path(comparison_id)}/cancel{'' if save else '?save=false'}"))
 
+    def delete_comparison(self, comparison_id: str) -> None:
+        """Delete a comparison that is over, with its report. Its jobs stay."""
+        self._connection.request("DELETE", _comparison_path(comparison_id), patience_s=self._patience_s)
+
     def compare_jobs(
         self, jobs: Sequence[Job], tolerance: float = DEFAULT_TOLERANCE
     ) -> tuple[ComparisonReport, tuple[str, ...]]:

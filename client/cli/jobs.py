@@ -177,8 +177,14 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     url: Url = DEFAULT_URL,
 ) -> None:
-    """Delete a job that is over, with its logs and checkpoints."""
+    """Delete a job that is over, with its logs and checkpoints. Or a comparison, cmp_…, with its report; its jobs stay."""
     with connect(url) as client:
+        if COMPARISON_ID.fullmatch(job_id):
+            if not yes:
+                typer.confirm(f"Delete {job_id} with its report? Its jobs stay.", abort=True, err=True)
+            client.delete_comparison(job_id)
+            Terminal().show(Text(f"{job_id} is deleted."))
+            return
         job = find_job(client, job_id)
         if not yes:
             typer.confirm(f"Delete {job.name} ({job.id}) with its logs and checkpoints?", abort=True, err=True)

@@ -50,8 +50,13 @@ def connect(url: str) -> Client:
         raise typer.BadParameter(str(error), param_hint="--url") from error
 
 
+COMPARISON_ID = re.compile(r"cmp_[0-7][0-9a-hjkmnp-tv-z]{25}")
+
+
 def find_job(client: Client, text: str) -> Job:
     """Return the job that was meant by an id, the beginning of one, or a name. Raises NoSuchJob and AmbiguousJob."""
+    if COMPARISON_ID.fullmatch(text):
+        raise typer.BadParameter(f"got {text}, a comparison; allowed: a job. See the comparison with: octet compare {text}")
     job = client.find(text)
     if job is None:
         raise NoSuchJob(text)
@@ -68,9 +73,6 @@ def find_to_read(client: Client, text: str) -> Job:
             raise
         Terminal().note(f"Several jobs have the name {text}; this is the newest, {newest.id}.")
         return newest
-
-
-COMPARISON_ID = re.compile(r"cmp_[0-7][0-9a-hjkmnp-tv-z]{25}")
 
 
 PACKAGES_OF_EXTRAS = {"service": ("fastapi", "ray"), "worker": ("torch",), "models": ("transformers",)}

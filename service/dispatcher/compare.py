@@ -12,16 +12,19 @@ from octet.service.scheduling.advance import advance
 def step(context: DispatcherContext) -> None:
     with context.database.read() as session:
         waiting = store.comparisons.to_advance(session)
-    for comparison_id in waiting:
-        with context.write() as (session, now):
-            found = comparisons.record(session, comparison_id)
-            if found is None:
-                continue
-            row, spec, outcomes = found
-            decided = advance(spec, outcomes)
-            if decided.ends is not None:
-                comparisons.end(session, row, *decided.ends, now)
-            else:
-                comparisons.queue_next(session, row, spec, decided.wanted, now)
-        context.health.progressed()
+    context.each(lambda comparison_id: _advance(context, comparison_id), waiting)
+    if waiting:
         context.wake()
+
+
+def _advance(context: DispatcherContext, comparison_id: str) -> None:
+    with context.write() as (session, now):
+        found = comparisons.record(session, comparison_id)
+        if found is None:
+            return
+        row, spec, outcomes = found
+        decided = advance(spec, outcomes)
+        if decided.ends is not None:
+            comparisons.end(session, row, *decided.ends, now)
+        else:
+            comparisons.queue_next(session, row, spec, decided.wanted, now)

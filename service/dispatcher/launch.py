@@ -48,6 +48,8 @@ def step(context: DispatcherContext) -> None:
             return
     with context.write() as (session, now):
         rows = store.queue.attempts_to_launch(session, now)[:CLAIMS_AT_ONCE]
+        for job_id in sorted({row.job_id for row in rows}):
+            store.jobs.lock_job(session, job_id)  # as all do that lock several jobs, so that none waits for another in a circle
         claims = [claim for row in rows if (claim := _claim(context, session, row.id, now)) is not None]
     context.each(lambda claim: _launch(context, claim), claims)
 

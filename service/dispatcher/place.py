@@ -32,8 +32,10 @@ def step(context: DispatcherContext) -> None:
         if store.queue.slots_present(session) != present:
             store.queue.set_slots_present(session, present, now)
         starting = _to_start(context, session, present, now)
+        # In the order in which comparisons and reports lock jobs, too: any other could lock two transactions in each other.
+        locked = {job_id: store.jobs.lock_job(session, job_id) for job_id in sorted(each.job_id for each in starting)}
         for decision in starting:
-            job = store.jobs.lock_job(session, decision.job_id)
+            job = locked[decision.job_id]
             if job is not None and job.state is JobState.QUEUED:
                 attempts.reserve(session, job, now, decision.workers, decision.free)
     if starting:

@@ -171,7 +171,7 @@ def _measured_to_planned(job: JobRow, summary: JobSummary | None) -> float | Non
 def refuse(session: Session, job: JobRow, reason: FailureReason, message: str, now: datetime) -> None:
     """End a queued job that cannot be placed."""
     job.reason, job.message = reason, message
-    _end_job(session, job, JobEvent.FAIL, now)
+    _end_job(session, job, JobEvent.FAIL, now, message)
 
 
 def end_waiting(session: Session, job: JobRow, now: datetime) -> None:
@@ -261,7 +261,8 @@ def _may_retry(session: Session, job: JobRow, reason: FailureReason) -> bool:
     return reason.retryable and allowed
 
 
-def _end_job(session: Session, job: JobRow, event: JobEvent, now: datetime) -> None:
+def _end_job(session: Session, job: JobRow, event: JobEvent, now: datetime, why: str = "") -> None:
+    """End a job. why: what no event of an attempt says."""
     if job.summary is not None and event is not JobEvent.SUCCEED:  # it had succeeded before it was to be exported
         why = "it was cancelled" if job.reason is None else f"{job.reason.value} ({job.message}). {job.reason.hint}"
         message = f"the export that was asked for was not made: {why}"
@@ -272,8 +273,8 @@ def _end_job(session: Session, job: JobRow, event: JobEvent, now: datetime) -> N
     job.finished_at = now
     job.not_before = None
     job.remaining_s = None
-    because = f": {job.reason.value}. {job.reason.hint}" if job.reason else ""
-    store.jobs.add_event(session, job, now, f"job.{job.state.value}", f"the job {_WORDS[job.state]}{because}")
+    because = f": {job.reason.value}{f': {why}'.rstrip('.: ')}. {job.reason.hint}" if job.reason else ""
+    store.jobs.add_event(session, job, now, f"job.{job.state.value}", f"the job {_WORDS[job.state]}{because}"[:4096])
     logger.info("job %s (%s) ended: it %s%s", job.id, job.name, _WORDS[job.state], because)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from datetime import datetime
 from functools import lru_cache
 
@@ -19,17 +19,20 @@ from octet.api_schemas.comparison import (
     Outcome,
     outcome_of,
 )
-from octet.api_schemas.comparison_report import ComparisonDetails, Outcomes, Question, report_of
+from octet.api_schemas.comparison_report import ComparisonDetails, ComparisonReport, Outcomes, Question, report_of
 from octet.service import store
 from octet.service.db.tables import ComparisonChildRow, ComparisonRow, JobRow
 from octet.service.errors import IdempotencyMismatch, IllegalTransition, NotFound
 from octet.service.jobs import commands
 from octet.service.jobs.requests import Request, body_hash_of
 from octet.service.store.comparisons import ChildState
-from octet.service.store.ids import new_id
+from octet.service.store.ids import is_id, new_id
 from octet.service.store.jobs import TakenKey
 
+MOST_REPORTS = 16
 _WHOLE_CURVE = 2**53
+_reports: dict[tuple[str, int], ComparisonReport] = {}
+"""The last reports, by comparison and number of outcomes: one of 32 arms and 30 seeds takes 0.7 s."""
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +83,8 @@ def _earlier(session: Session, spec: ComparisonSpec, body_hash: str, key: str, t
     used = store.jobs.find_idempotency_key(session, tenant, key, now)
     assert used is not None, "a key that is taken is there"
     row = store.comparisons.find(session, used.job_id)
+    if row is None and is_id("cmp", used.job_id):
+        raise IdempotencyMismatch(f"Idempotency-Key {key!r} was used for {used.job_id}, which is deleted. Use a new key.")
     if row is None or (used.body_hash != body_hash and _spec_of(row) != spec):
         message = f"Idempotency-Key {key!r} was used for another request, {used.job_id}. Use a new key for a new comparison."
         raise IdempotencyMismatch(message)
@@ -94,7 +99,7 @@ def pause(session: Session, comparison_id: str, now: datetime, tenant: str | Non
     row = _lock(session, comparison_id, tenant, "pause")
     row.state = ComparisonState.PAUSED
     states = {JobState.CANCELLING, JobState.PAUSING, JobState.PAUSED}
-    _do_to_children(session, comparison_id, lambda job_id: commands.pause(session, job_id, now), but=states)
+    _do_to_children(session, comparison_id, lambda job_id: commands.pause(session, job_id, now), states)
     return row
 
 
@@ -106,7 +111,7 @@ def resume(session: Session, comparison_id: str, now: datetime, tenant: str | No
     row = _lock(session, comparison_id, tenant, "resume")
     if row.state is ComparisonState.PAUSED:
         row.state = ComparisonState.RUNNING
-        _do_to_children(session, comparison_id, lambda job_id: commands.resume(session, job_id, now), but={JobState.CANCELLING})
+        _do_to_children(session, comparison_id, lambda job_id: commands.resume(session, job_id, now), {JobState.CANCELLING})
     return row
 
 
@@ -122,13 +127,22 @@ def cancel(session: Session, comparison_id: str, now: datetime, tenant: str | No
     return row
 
 
+def delete(session: Session, comparison_id: str, tenant: str | None) -> None:
+    """Delete a comparison that is over, with its report; its jobs stay. Raises NotFound, and IllegalTransition until then."""
+    row = _find(session, comparison_id, tenant)
+    if not row.state.is_terminal:
+        raise IllegalTransition(f"the comparison is {row.state.value}; delete is not possible. Cancel it first.")
+    store.comparisons.delete(session, row)
+    logger.info("comparison %s (%s) is deleted", row.id, row.name)
+
+
 def record(session: Session, comparison_id: str) -> tuple[ComparisonRow, ComparisonSpec, Outcomes] | None:
     """Lock a running comparison and keep the outcomes of its children that are over. None if it does not run any more."""
     row = store.comparisons.lock(session, comparison_id)
     if row is None or row.state is not ComparisonState.RUNNING:
         return None
     _record(session, row)
-    return row, _spec_of(row), outcomes_of(session, comparison_id)
+    return row, _spec_of(row), outcomes_of(session, comparison_id, has_points=False)
 
 
 def end(session: Session, row: ComparisonRow, state: ComparisonState, message: str, now: datetime) -> None:
@@ -141,8 +155,12 @@ def end(session: Session, row: ComparisonRow, state: ComparisonState, message: s
 def queue_next(
     session: Session, row: ComparisonRow, spec: ComparisonSpec, wanted: Sequence[tuple[int, int]], now: datetime
 ) -> None:
-    """Queue the first of the wanted children, by arm and seed, that are not there, as long as few enough are alive."""
-    present = {(child.arm, child.seed) for child, _ in store.comparisons.children_of(session, row.id)}
+    """Queue the first of the wanted children, by arm and seed, that are not there, as long as few enough are alive.
+
+    Children that nothing depends on any more are cancelled: those of an arm that has its answer.
+    """
+    _cancel_children(session, row.id, now, saves=False, but=wanted)
+    present = {(child.arm, child.seed) for child in store.comparisons.children_of(session, row.id)}
     num_alive = sum(child.is_alive for child in store.comparisons.without_outcome(session, row.id))
     missing = [child for child in wanted if child not in present]
     chosen = missing[: max(0, spec.at_once - num_alive)]
@@ -154,10 +172,10 @@ def queue_next(
     row.queues_more = len(missing) > len(chosen)
 
 
-def outcomes_of(session: Session, comparison_id: str) -> Outcomes:
-    """Read the outcomes of children, by arm and seed."""
-    children = store.comparisons.children_of(session, comparison_id)
-    return {(child.arm, child.seed): Outcome.read_stored(child.outcome) for child, _ in children if child.outcome}
+def outcomes_of(session: Session, comparison_id: str, *, has_points: bool) -> Outcomes:
+    """Read the outcomes of children, by arm and seed. has_points: with their evaluations, which only a report shows."""
+    found = store.comparisons.outcomes_of(session, comparison_id, has_points=has_points)
+    return {(arm, seed): Outcome.read_stored(outcome) for arm, seed, outcome in found}
 
 
 def shown(row: ComparisonRow) -> Comparison:
@@ -183,34 +201,59 @@ def details(session: Session, row: ComparisonRow) -> ComparisonDetails:
             job_id=child.job_id,
             arm=(shown_row.spec.noise if child.arm == NOISE else question.arms[child.arm]).name,
             seed=child.seed,
-            state=state,
-            outcome=child.outcome["kind"] if child.outcome else None,
+            state=child.state,
+            outcome=child.kind,
         )
-        for child, state in store.comparisons.children_of(session, row.id)
+        for child in store.comparisons.children_of(session, row.id)
     )
-    report = report_of(question, outcomes_of(session, row.id))
+    report = _report(session, row.id, question, sum(child.outcome is not None for child in children))
     return ComparisonDetails(**dict(shown_row), children=children, report=report)
 
 
-def _lock(session: Session, comparison_id: str, tenant: str | None, verb: str) -> ComparisonRow:
+def _report(session: Session, comparison_id: str, question: Question, num_outcomes: int) -> ComparisonReport:
+    """Report a comparison. An outcome never changes, so a report holds until there is another one; clients ask each second."""
+    key = (comparison_id, num_outcomes)
+    report = _reports.get(key) or report_of(question, outcomes_of(session, comparison_id, has_points=True))
+    _reports[key] = report
+    if len(_reports) > MOST_REPORTS:
+        _reports.pop(next(iter(_reports)), None)
+    return report
+
+
+def _find(session: Session, comparison_id: str, tenant: str | None) -> ComparisonRow:
     row = store.comparisons.lock(session, comparison_id)
     if row is None or tenant not in (None, row.tenant):
         raise NotFound(f"there is no comparison {comparison_id}")
+    return row
+
+
+def _lock(session: Session, comparison_id: str, tenant: str | None, verb: str) -> ComparisonRow:
+    row = _find(session, comparison_id, tenant)
     if row.state.is_terminal:
         raise IllegalTransition(f"the comparison is {row.state.value}; {verb} is not possible. Submit it again.")
     return row
 
 
-def _do_to_children(session: Session, comparison_id: str, do: Callable[[str], JobRow], but: Iterable[JobState] = ()) -> None:
-    """Do something to the children that are not over, in the order of their ids. but: states to leave."""
-    for child in store.comparisons.without_outcome(session, comparison_id):
-        job = store.jobs.lock_job(session, child.child.job_id)
-        if job is not None and not job.state.is_terminal and job.state not in but:
+def _do_to_children(
+    session: Session,
+    comparison_id: str,
+    do: Callable[[str], JobRow],
+    states: Container[JobState] = (),
+    but: Container[tuple[int, int]] = (),
+) -> None:
+    """Do something to the children that are not over, in the order of their ids. states, but: those to leave."""
+    for child, _ in store.comparisons.without_outcome(session, comparison_id):
+        if (child.arm, child.seed) in but:
+            continue
+        job = store.jobs.lock_job(session, child.job_id)
+        if job is not None and not job.state.is_terminal and job.state not in states:
             do(job.id)
 
 
-def _cancel_children(session: Session, comparison_id: str, now: datetime, *, saves: bool) -> None:
-    _do_to_children(session, comparison_id, lambda job_id: commands.cancel(session, job_id, now, saves=saves))
+def _cancel_children(
+    session: Session, comparison_id: str, now: datetime, *, saves: bool, but: Container[tuple[int, int]] = ()
+) -> None:
+    _do_to_children(session, comparison_id, lambda job_id: commands.cancel(session, job_id, now, saves=saves), but=but)
 
 
 def _record(session: Session, row: ComparisonRow) -> None:

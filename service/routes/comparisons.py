@@ -1,4 +1,4 @@
-"""Comparisons: submit, list, read, pause, resume, cancel."""
+"""Comparisons: submit, list, read, pause, resume, cancel, delete."""
 
 from collections.abc import Callable
 from datetime import datetime
@@ -83,10 +83,21 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
 
 
 async def _check_children(context: AppContext, spec: ComparisonSpec) -> None:
-    """Check the job of each arm as a submission does. Raises InvalidRequest with the path of the field in the comparison."""
-    for arm in range(len(spec.arms)):
+    """Check the job of each arm as a submission does. Raises InvalidRequest with the path of the field in the comparison.
+
+    That arms are the same job is no rule of the contract: with other defaults, a later version has to read what is stored.
+    """
+    children = [spec.child(arm, spec.child_seeds[0], "") for arm in range(len(spec.arms))]
+    unnamed = [child.model_copy(update={"name": "", "labels": {}}) for child in children]
+    for arm, child in enumerate(children):
+        if (first := unnamed.index(unnamed[arm])) < arm:
+            got, message = (
+                f"{spec.arms[first].name} and {spec.arms[arm].name}",
+                "These arms are the same job. Remove one of them.",
+            )
+            raise InvalidRequest.of((Violation(field="vary", got=got, allowed="each job once", message=message),))
         try:
-            await context.admission.check(spec.child(arm, spec.child_seeds[0], ""))
+            await context.admission.check(child)
         except InvalidRequest as error:
             raise type(error).of(tuple(_moved(each, spec.arms[arm].name) for each in error.errors)) from error
 
@@ -145,6 +156,13 @@ def cancel(
 ) -> Comparison:
     """Cancel a comparison and all of its children that wait or run. What the others have shown stays."""
     return _change(context, lambda session, now: comparisons.cancel(session, comparison_id, now, tenant, saves=save))
+
+
+@router.delete("/{comparison_id}", status_code=204, operation_id="delete_comparison", responses=answers(404, 409, 422))
+def delete(comparison_id: ComparisonIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> None:
+    """Delete a comparison that is over, with its report. Its jobs stay."""
+    with context.database.write() as session:
+        comparisons.delete(session, comparison_id, tenant)
 
 
 def _change(context: AppContext, change: Callable[[Session, datetime], ComparisonRow]) -> Comparison:

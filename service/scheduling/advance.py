@@ -33,7 +33,10 @@ def advance(spec: ComparisonSpec, outcomes: Outcomes) -> Advance:
     if waits_for_noise:
         return Advance(tuple(waits_for_noise))
     if moved is None:
-        message = "how far chance moves the baseline's loss is not known: its jobs were cancelled or deleted"
+        why = next(outcomes[child].why for child in noise if outcomes[child].summary is None)
+        message = (
+            f"how far chance moves the baseline's loss is not known: of each pair of its jobs one is left out, since {why}"
+        )
         return Advance(ends=(ComparisonState.FAILED, message))
     return _go_on(question, outcomes)
 

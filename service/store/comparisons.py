@@ -1,13 +1,14 @@
 """SQL about comparisons and their children. A transaction that changes a comparison locks its row first, then its jobs'."""
 
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import bindparam, case, func, literal_column, or_, select
+from sqlalchemy import delete as sql_delete
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import JobState
-from octet.api_schemas.comparison import ComparisonState
+from octet.api_schemas.comparison import ComparisonState, OutcomeKind
 from octet.service.db.tables import ComparisonChildRow, ComparisonRow, JobRow
 
 _OVER = [state for state in JobState if state.is_terminal]
@@ -44,9 +45,27 @@ def list_newest(session: Session, tenant: str | None, limit: int, after: str | N
     return list(session.scalars(query if after is None else query.where(ComparisonRow.id < after)))
 
 
-def children_of(session: Session, comparison_id: str) -> list[tuple[ComparisonChildRow, JobState | None]]:
-    """List the children of a comparison with the states of their jobs: by seed, then by arm. None: the job was deleted."""
-    return [(child, state) for child, state in session.execute(_CHILDREN, {"id": comparison_id})]
+class ChildSummary(NamedTuple):
+    """A child and the state of its job; None if it was deleted. kind: of its outcome, if that is known."""
+
+    arm: int
+    seed: int
+    job_id: str
+    kind: OutcomeKind | None
+    state: JobState | None
+
+
+def children_of(session: Session, comparison_id: str) -> list[ChildSummary]:
+    """List the children of a comparison: by seed, then by arm."""
+    return [ChildSummary(*row) for row in session.execute(_CHILDREN, {"id": comparison_id})]
+
+
+def outcomes_of(session: Session, comparison_id: str, *, has_points: bool) -> list[tuple[int, int, dict[str, Any]]]:
+    """Read the outcomes that are known, with arms and seeds. has_points: with the evaluations, which are nearly all of it."""
+    if has_points:
+        return [(arm, seed, outcome) for arm, seed, outcome in session.execute(_OUTCOMES, {"id": comparison_id})]
+    rows = session.execute(_OUTCOMES_WITHOUT_POINTS, {"id": comparison_id})
+    return [(arm, seed, {"kind": kind, "why": why, "summary": summary}) for arm, seed, kind, why, summary in rows]
 
 
 def without_outcome(session: Session, comparison_id: str) -> list[ChildState]:
@@ -66,6 +85,12 @@ def to_advance(session: Session) -> list[str]:
 def end(row: ComparisonRow, state: ComparisonState, message: str, now: datetime) -> None:
     """Write that a comparison is over."""
     row.state, row.message, row.finished_at, row.queues_more = state, message, now, False
+
+
+def delete(session: Session, row: ComparisonRow) -> None:
+    """Delete a comparison with what it knows of its children."""
+    session.execute(sql_delete(ComparisonChildRow).where(ComparisonChildRow.comparison_id == row.id))
+    session.delete(row)
 
 
 # The loop of the dispatcher executes this every second.
@@ -89,12 +114,22 @@ _TO_WRITE = (
     select(ComparisonRow).where(ComparisonRow.id == bindparam("id")).with_for_update().execution_options(populate_existing=True)
 )
 _OF_COMPARISON = ComparisonChildRow.comparison_id == bindparam("id")
+_KIND = ComparisonChildRow.outcome["kind"].as_string()
 _CHILDREN = (
-    select(ComparisonChildRow, JobRow.state)
+    select(ComparisonChildRow.arm, ComparisonChildRow.seed, ComparisonChildRow.job_id, _KIND, JobRow.state)
     .outerjoin(JobRow, JobRow.id == ComparisonChildRow.job_id)
     .where(_OF_COMPARISON)
     .order_by(ComparisonChildRow.seed, ComparisonChildRow.arm)
 )
+_HAS_OUTCOME = (_OF_COMPARISON, ComparisonChildRow.outcome.is_not(None))
+_OUTCOMES = select(ComparisonChildRow.arm, ComparisonChildRow.seed, ComparisonChildRow.outcome).where(*_HAS_OUTCOME)
+_OUTCOMES_WITHOUT_POINTS = select(
+    ComparisonChildRow.arm,
+    ComparisonChildRow.seed,
+    _KIND,
+    ComparisonChildRow.outcome["why"].as_string(),
+    ComparisonChildRow.outcome["summary"],
+).where(*_HAS_OUTCOME)
 _WITHOUT_OUTCOME = (
     select(ComparisonChildRow, JobRow)
     .outerjoin(JobRow, JobRow.id == ComparisonChildRow.job_id)

@@ -61,7 +61,7 @@ def _no_clock(_element: _Clock, _compiler: Any, **_: Any) -> str:
 
 def _lock(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
     query = select(AttemptRow.id).join(JobRow, JobRow.id == AttemptRow.job_id).where(AttemptRow.id.in_(ids))
-    return query.order_by(AttemptRow.id).with_for_update(of=JobRow)
+    return query.order_by(JobRow.id).with_for_update(of=JobRow)
 
 
 def _statuses(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
@@ -122,7 +122,7 @@ _STATES, _DESIRED = {state.value: state for state in AttemptState}, {desired.val
 
 
 def lock_jobs(transaction: Transaction, attempt_ids: Sequence[str]) -> None:
-    """Lock the jobs of attempts, in the order of the attempts' ids. On SQLite a writer is alone already."""
+    """Lock the jobs of attempts, in the order of their own ids. On SQLite a writer is alone already."""
     if connection_of(transaction).dialect.name != "sqlite":
         _LOCK.execute(transaction, attempt_ids)
 

@@ -100,3 +100,15 @@ def test_noise_that_nobody_measured_is_no_calm(spec: ComparisonSpec) -> None:
     ends = advance(spec, outcomes).ends
     assert ends is not None
     assert ends[0] is ComparisonState.FAILED
+
+
+def test_a_baseline_without_a_loss_ends_it_with_the_reason(spec: ComparisonSpec) -> None:
+    outcomes = {
+        (arm, seed): outcome_of(JobState.SUCCEEDED, summary_of(0.0), None, None, ())
+        for arm in (BASELINE, NOISE)
+        for seed in (0, 1)
+    }
+    decided = advance(spec, outcomes)
+    assert decided.ends is not None
+    assert decided.ends[0] is ComparisonState.FAILED
+    assert decided.ends[1].endswith("since its job reported no evaluation loss, or one of zero")

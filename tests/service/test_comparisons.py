@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from octet.api_schemas import EvaluationReport, FailureReason, FinishedReport, J
 from octet.api_schemas.comparison import Comparison, ComparisonState
 from octet.api_schemas.comparison_report import ComparisonDetails
 from octet.service.dispatcher import compare
-from octet.service.jobs import commands
+from octet.service.jobs import commands, comparisons
 from tests.kit.summaries import summary_of
 from tests.service.invariants import check_invariants
 from tests.service.test_jobs_api import problem_of
@@ -254,6 +255,8 @@ def test_every_arm_is_checked_as_a_job(client: TestClient, world: World, asked: 
     assert message.startswith("Arm pool=gpu could not run here. no such pool.")
     ((field, message),) = refused(vary={"training.optimizer.learning_rate": [1e-3, -1.0]})
     assert field == "job.training.optimizer.learning_rate"
+    ((field, message),) = refused(vary={"training.gradient_clip": [0.5, 1.0, None]})
+    assert (field, message) == ("vary", "These arms are the same job. Remove one of them.")
     ((field, _),) = refused(levels=["O2", "O9"])
     assert field == "levels.1"
     assert world.all_jobs() == []
@@ -265,3 +268,68 @@ def test_what_is_not_there(client: TestClient) -> None:
     assert missing in problem_of(client.get(f"/v1/comparisons/{missing}"), 404).detail
     assert missing in problem_of(client.post(f"/v1/comparisons/{missing}/pause"), 404).detail
     assert problem_of(client.get("/v1/comparisons", params={"after": "job_1"}), 422).errors[0].field == "after"
+
+
+def test_a_comparison_is_deleted_once_it_is_over_and_its_jobs_stay(client: TestClient, world: World, asked: Document) -> None:
+    path = f"/v1/comparisons/{submit(client, asked, 'one').id}"
+    world.dispatch()
+    assert "Cancel it first" in problem_of(client.delete(path), 409).detail
+    client.post(f"{path}/cancel")
+    jobs = [row.id for row in world.all_jobs()]
+    assert client.delete(path).status_code == 204
+    problem_of(client.get(path), 404)
+    problem_of(client.delete(path), 404)
+    assert (jobs, client.get("/v1/comparisons").json()["data"]) == ([row.id for row in world.all_jobs()], [])
+    again = client.post("/v1/comparisons", json=asked, headers={"Idempotency-Key": "one"})
+    assert "which is deleted" in problem_of(again, 422).detail
+    check_invariants(world)
+
+
+def test_an_arm_that_has_its_answer_trains_no_more(client: TestClient, world: World, asked: Document) -> None:
+    comparison = submit(client, asked | {"at_once": 100})
+    found = run(world, lambda: read(client, comparison.id), failures={"O2": FailureReason.DIVERGED})
+    children = [world.job(each.job_id) for each in found.children if each.arm == "O2"]
+    assert [child.state for child in children] == [JobState.FAILED] + 3 * [JobState.CANCELLED]
+    assert found.finished_at is not None
+    assert all(child.finished_at is not None and child.finished_at < found.finished_at for child in children)
+
+
+def test_a_comparison_that_cannot_go_on_holds_up_no_other(
+    client: TestClient, world: World, asked: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, sound = submit(client, asked).id, submit(client, asked).id
+    queue_next = comparisons.queue_next
+
+    def fails(session: Any, row: Any, *rest: Any) -> None:
+        if row.id == broken:
+            raise ValueError("its spec is of another version")
+        queue_next(session, row, *rest)
+
+    monkeypatch.setattr(comparisons, "queue_next", fails)
+    with ThreadPoolExecutor(1) as executor:
+        monkeypatch.setattr(world.context, "executor", executor)
+        with pytest.raises(ValueError, match="another version"):
+            compare.step(world.context)
+    assert [len(read(client, each).children) for each in (broken, sound)] == [0, 2]
+
+
+def test_reports_are_made_once_for_their_outcomes(
+    client: TestClient, world: World, asked: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients read a comparison each second, and one of 32 arms takes 0.7 s to report."""
+    made: list[int] = []
+    report_of = comparisons.report_of
+    monkeypatch.setattr(comparisons, "report_of", lambda *asked: made.append(len(asked[1])) or report_of(*asked))
+    comparison = submit(client, asked)
+
+    def look() -> ComparisonDetails:
+        return [read(client, comparison.id) for _ in range(3)][-1]
+
+    found = run(world, look)
+    num_outcomes = sum(child.outcome is not None for child in found.children)
+    assert made == sorted(set(made))
+    assert made[-1] == num_outcomes
+    with world.database.read() as session:
+        whole, short = (comparisons.outcomes_of(session, found.id, has_points=each) for each in (True, False))
+    assert all(outcome.points for outcome in whole.values() if outcome.kind == "succeeded")
+    assert short == {child: outcome.model_copy(update={"points": ()}) for child, outcome in whole.items()}

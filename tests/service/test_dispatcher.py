@@ -1,6 +1,8 @@
 """The way of a job through the dispatcher on a fake cluster: place, launch, watch, release, and what can go wrong."""
 
 import pytest
+from sqlalchemy import event
+from sqlalchemy.orm import Session
 
 from octet.api_schemas import (
     AttemptState,
@@ -12,8 +14,10 @@ from octet.api_schemas import (
     PhaseReport,
 )
 from octet.api_schemas.export import EXPORT_PROGRESS
+from octet.service import store
 from octet.service.cluster.launcher import LauncherError
-from octet.service.dispatcher import watch
+from octet.service.db.tables import JobRow
+from octet.service.dispatcher import launch, place, watch
 from octet.service.dispatcher.context import NotLeading, Outage
 from octet.service.errors import StaleAttempt, Unauthenticated
 from tests.service.databases import ON_SQLITE
@@ -448,3 +452,25 @@ def test_the_ranks_get_the_data_roots(world: World) -> None:
     assert order.stores == world.settings.store_access
     assert order.files.roots == order.data_roots
     assert order.files.stores == order.stores
+
+
+def test_loops_lock_several_jobs_in_the_order_of_their_ids(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison that is cancelled locks its jobs so: in another order, PostgreSQL would end one of the two transactions."""
+    first, second = world.submit(priority=40), world.submit(priority=60)
+    locked: list[str] = []
+    lock_job = store.jobs.lock_job
+
+    def noted(session: Session, job_id: str) -> JobRow | None:
+        locked.append(job_id)
+        return lock_job(session, job_id)
+
+    monkeypatch.setattr(store.jobs, "lock_job", noted)
+    for step in (place.step, launch.step):
+        locked.clear()
+        step(world.context)
+        assert list(dict.fromkeys(locked)) == [first, second]
+    statements: list[str] = []
+    event.listen(world.database._engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+    with world.database.write() as session:  # reports of several jobs share a transaction, too
+        store.reporting.lock_jobs(session, [world.attempts(job_id)[0].id for job_id in (first, second)])
+    assert all("ORDER BY jobs.id" in statement for statement in statements if "FOR UPDATE" in statement)

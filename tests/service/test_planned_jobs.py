@@ -118,6 +118,7 @@ def test_a_job_that_cannot_fit_is_refused_with_figures_and_remedies(world: World
     for figure in ("80.0 GB", "81.0 GB", "training.micro_batch_size 2, precision.level O2-8bit"):
         assert figure in (job.message or "")
     assert "resources.force" in (job.hint or "")
+    assert "81.0 GB" in world.events(job_id)[-1].message, "no attempt has an event with the figures"
     world.retry(job_id)
     world.dispatch()
     assert len(planner.asked) == 2, "a job that was never placed is planned again"

@@ -57,6 +57,12 @@ def test_a_comparison_is_submitted_paused_resumed_shown_and_cancelled(octet: Oct
     assert followed.exit_code == 1
     assert json.loads(followed.stdout)["state"] == "cancelled"
     assert Comparison.model_validate(json.loads(octet("compare", "--json").stdout)[0]).id == comparison_id
+    as_job = octet("show", comparison_id)
+    assert as_job.exit_code == 2
+    assert f"octet compare {comparison_id}" in " ".join(as_job.stderr.replace("│", " ").split())
+    assert octet("delete", comparison_id, "--yes").stdout == f"{comparison_id} is deleted.\n"
+    assert octet("compare", comparison_id).exit_code != 0
+    assert json.loads(octet("compare", "--json").stdout) == []
 
 
 def test_defaults_follow_from_what_an_arm_changes(app: OctetApp, octet: Octet, job_file: str) -> None:
