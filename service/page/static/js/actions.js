@@ -28,12 +28,15 @@ export function actions(job) {
   ];
 }
 
-/** Build a comparison's buttons. @param {Comparison} comparison @returns {HTMLElement[]} */
-export function comparisonActions(comparison) {
+/**
+ * Build a comparison's buttons. No stream tells of it, so it is read again after each.
+ * @param {Comparison} comparison @param {() => void} onDone @returns {HTMLElement[]}
+ */
+export function comparisonActions(comparison, onDone) {
   return [
-    command(comparison, "pause", "Pause"),
-    command(comparison, "resume", "Resume"),
-    danger("cancel", "Cancel", () => confirmCancel(comparison)),
+    command(comparison, "pause", "Pause", onDone),
+    command(comparison, "resume", "Resume", onDone),
+    danger("cancel", "Cancel", () => confirmCancel(comparison, onDone)),
   ];
 }
 
@@ -42,9 +45,9 @@ const pathOf = (item) => `/v1/${item.object}s/${item.id}`;
 
 /**
  * Build a button that needs no confirmation, because it can be taken back.
- * @param {Job | Comparison} item @param {string} name @param {string} label
+ * @param {Job | Comparison} item @param {string} name @param {string} label @param {() => void} [onDone]
  */
-function command(item, name, label) {
+function command(item, name, label, onDone = () => {}) {
   const button = h(
     "button",
     {
@@ -53,6 +56,7 @@ function command(item, name, label) {
         button.disabled = true;
         await send(`${pathOf(item)}/${name}`, {}).catch((error) => open(`${label} is not possible`, problem(error)));
         button.disabled = false;
+        onDone();
       },
     },
     label,
@@ -87,8 +91,8 @@ export function drawActions(head) {
   }
 }
 
-/** @param {Job | Comparison} item */
-function confirmCancel(item) {
+/** @param {Job | Comparison} item @param {() => void} [onDone] */
+function confirmCancel(item, onDone = () => {}) {
   const save = h("input", { type: "checkbox", checked: true });
   const stops =
     item.object === "job"
@@ -97,7 +101,7 @@ function confirmCancel(item) {
   confirm(
     `Cancel this ${item.object}?`,
     `Cancel the ${item.object}`,
-    () => send(`${pathOf(item)}/cancel${save.checked ? "" : "?save=false"}`, {}),
+    () => send(`${pathOf(item)}/cancel${save.checked ? "" : "?save=false"}`, {}).then(onDone),
     h("p", {}, `${item.name} ${stops}`),
     h("label", {}, save, " Save a checkpoint first"),
   );

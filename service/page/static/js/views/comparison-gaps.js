@@ -25,7 +25,10 @@ export function part(element, value, build) {
   fill(element, ...build());
 }
 
-/** Return the level of an arm: its name begins with it where levels are compared. @param {Details} found @param {string} name */
+/**
+ * Return the level of an arm, whose name begins with it where levels are compared.
+ * @param {Details} found @param {string} name
+ */
 export function levelOf({ spec }, name) {
   const first = name.split(", ")[0];
   return spec.levels?.some((level) => level === first) ? first : (spec.job.precision?.level ?? "");

@@ -33,7 +33,7 @@ export async function show({ root, id, query, signal }) {
   /** @type {Details} */
   let found = await ask(path, { signal });
   document.title = `${found.name} · Octet`;
-  const view = new View(found, query, signal);
+  const view = new View(found, query, signal, () => refresh());
   root.append(...view.elements);
   view.draw(found);
   const soon = paced(() => view.draw(found), signal);
@@ -63,11 +63,14 @@ export async function show({ root, id, query, signal }) {
 }
 
 class View {
-  /** @param {Details} found @param {URLSearchParams} query @param {AbortSignal} signal */
-  constructor(found, query, signal) {
+  /**
+   * @param {Details} found @param {URLSearchParams} query @param {AbortSignal} signal
+   * @param {() => void} refresh read it again
+   */
+  constructor(found, query, signal, refresh) {
     this.found = found;
     this.now = h("span", { class: "now" });
-    const buttons = h("div", { class: "buttons" }, comparisonActions(found));
+    const buttons = h("div", { class: "buttons" }, comparisonActions(found, refresh));
     const { spec, tenant } = found;
     const facts = `${variedOf(found)} · up to ${spec.seeds} seeds · tolerance ${percent(spec.tolerance, 2)} · `;
     const under = h("p", { class: "muted" }, facts, h("code", {}, found.id), ` · ${tenant}`);

@@ -72,7 +72,7 @@ const nothing = () =>
       {},
       h("h2", {}, "No comparison here yet"),
       h("p", {}, "Which level is safe for your model, and what does it save? This trains each with the same seeds:"),
-      h("pre", {}, "octet compare job.yaml --levels fp32,O2 --seeds 5"),
+      h("pre", { tabindex: 0, role: "region", "aria-label": "Command" }, "octet compare job.yaml --levels fp32,O2 --seeds 5"),
       h("p", {}, "Or start one in ", h("a", { href: "/submit?levels=fp32,O2" }, "the form"), "."),
       h("p", {}, "Jobs that are there already: choose them in ", jobs(), " with their boxes or ", h("kbd", {}, "x"), "."),
     ),
