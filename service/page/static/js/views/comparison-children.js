@@ -25,7 +25,7 @@ export class Children {
     this.element = h("div");
   }
 
-  /** Take rows of jobs; true if one is new or in another state now, so that the comparison is to be read. @param {Row[]} rows */
+  /** Take rows of jobs; true if one is new or in another state, so that the comparison is to be read. @param {Row[]} rows */
   take(rows) {
     const states = new Map(this.found.children.map(({ job_id, state }) => [job_id, state]));
     const isNews = rows.some(({ id, state }) => (this.#rows.get(id)?.state ?? states.get(id)) !== state);

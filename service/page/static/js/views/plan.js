@@ -31,7 +31,11 @@ export function planWords({ plan, measured_to_planned: ratio }) {
     h("p", { class: "plan" }, h("strong", {}, "Planned: "), `${words}.`, plan.reason ? ` ${plan.reason}.` : ""),
     ratio == null ? null : h("p", { class: "plan" }, h("strong", {}, "Measured: "), `${percent(ratio, 1)} of the plan.`),
     sure.length && plan.verdict !== "yes"
-      ? h("p", { class: "muted" }, `${plan.remedies?.length ? "It would surely" : "It may"} fit with one of: ${sure.join(", ")}.`)
+      ? h(
+          "p",
+          { class: "muted" },
+          `${plan.remedies?.length ? "It would surely" : "It may"} fit with one of: ${sure.join(", ")}.`,
+        )
       : null,
   ].filter((each) => each !== null);
 }
