@@ -260,6 +260,7 @@ def furnish(world: World) -> dict[str, str]:
 
 SHIFT = {"fp32": 0.0, "O1": -0.0004, "O2": 0.02, "noise": 0.0001}
 """The gap of each arm's loss."""
+SWEEP = {"training.optimizer.learning_rate": [1e-4, 3e-4, 1e-3], "training.gradient_clip": [None, 1.0]}
 
 
 def compare(world: World, name: str, **options: Any) -> str:
@@ -282,7 +283,7 @@ def end_children(world: World, most: int, shift: dict[str, float] = SHIFT, faili
         rank, arm, seed = begin(world, child.id), child.labels["arm"], int(child.labels["seed"])
         draw = random.Random(f"{arm} {seed}")
         for step in range(25, 201, 25):
-            share = shift[arm] * step / 200 + draw.gauss(0, 0.00005)
+            share = shift.get(arm, 0.001) * step / 200 + draw.gauss(0, 0.00005)
             loss = (2.0 + 3.6 * math.exp(-step / 45) + seed / 100) * (1 + share)
             evaluation = EvaluationReport(step=step, loss=loss, tokens=4096, metrics={"accuracy": 0.4 - share})
             rank.send(step_report(step, loss), evaluation)
@@ -309,6 +310,11 @@ def furnish_comparisons(world: World) -> dict[str, str]:
     found["paused"] = compare(world, "paused")
     with world.database.write() as session:
         comparisons.pause(session, found["paused"], world.database.now(session), None)
+    found["sweep"] = compare(world, "sweep", levels=[], vary=SWEEP, tolerance=0.05)
+    end_children(world, 12)
+    with world.database.write() as session:
+        comparisons.cancel(session, found["sweep"], world.database.now(session), None)
+    world.dispatch()
     found["running"] = compare(world, "still-running")
     end_children(world, 7)
     world.dispatch()

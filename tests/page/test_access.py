@@ -64,7 +64,7 @@ def address(view: str, state: str, site: Site, empty_site: Site) -> str:
         "job": lambda: f"/jobs/{jobs['queued-0'] if is_empty else jobs['running']}",
         "compare": lambda: "/compare" if is_empty else f"/compare?jobs={jobs['gpt-tiny-fp32']},{jobs['gpt-tiny-O2']}",
         "comparisons": lambda: f"/compare?after={jobs['finished']}" if is_empty else "/compare",
-        "comparison": lambda: f"/comparisons/{jobs['paused'] if is_empty else jobs['running']}",
+        "comparison": lambda: f"/comparisons/{jobs['paused'] if is_empty else jobs['sweep']}",
         "submit": lambda: "/submit?levels=fp32,O2" if state == "full" else "/submit",
         "cluster": lambda: "/cluster",
     }

@@ -207,8 +207,9 @@ def test_a_pool_shows_how_its_plans_held_and_a_job_that_makes_way_says_so(page: 
     page.locator(".notice", has_text="It makes way, because the server stops").wait_for()
 
 
-def test_narrow_windows_hold_comparisons(page: "Page", compared_site: Site) -> None:
-    page.set_viewport_size({"width": 390, "height": 844})
+def test_windows_of_any_width_hold_comparisons(page: "Page", compared_site: Site) -> None:
     for path in ("/compare", "/submit?levels=fp32,O2", *[f"/comparisons/{each}" for each in compared_site.jobs.values()]):
         ready(page, f"{compared_site.url}{path}")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, path
+        for width in (1360, 390):
+            page.set_viewport_size({"width": width, "height": 844})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, path

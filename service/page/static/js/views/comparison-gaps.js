@@ -34,6 +34,19 @@ export function levelOf({ spec }, name) {
   return spec.levels?.some((level) => level === first) ? first : (spec.job.precision?.level ?? "");
 }
 
+const HUES = ["--accent", "--evaluation", "--memory-weights", "--memory-exp-avg", "--curve"];
+const DASHES = [[], [6, 3], [2, 3]];
+
+/** Choose the look of each arm's line: its level's where levels are compared. @param {Details} found @param {string[]} names */
+function looks(found, names) {
+  const levels = names.map((name) => levelOf(found, name));
+  return names.map((_, place) =>
+    found.spec.levels?.length
+      ? { color: hue(levels[place]), dash: dashAmong(levels, place) }
+      : { color: HUES[place % HUES.length], dash: DASHES[Math.floor(place / HUES.length) % DASHES.length] },
+  );
+}
+
 export class Gaps {
   /** @type {Details | null} */
   #found = null;
@@ -89,7 +102,10 @@ export class Gaps {
     part(this.select, measures, () =>
       measures.map((each) => h("option", { value: each, selected: each === this.measure }, each.replaceAll("_", " "))),
     );
-    const levels = arms.map(({ name }) => levelOf(found, name));
+    const styles = looks(
+      found,
+      arms.map(({ name }) => name),
+    );
     const lines = arms.map(({ name, gaps }, place) => {
       const points = gaps.filter(({ measure }) => measure === this.measure);
       if (points.length) this.#isRelative = points[0].is_relative;
@@ -97,8 +113,7 @@ export class Gaps {
         points.map(({ gap, half_width: half }) => (half == null ? null : gap + side * half));
       return {
         name,
-        color: hue(levels[place]),
-        dash: dashAmong(levels, place),
+        ...styles[place],
         dots: true,
         x: points.map(({ step }) => step),
         y: points.map(({ gap }) => gap),

@@ -78,7 +78,7 @@ class View {
     this.notice = h("div", { "aria-live": "polite" });
     this.verdict = h("div", { "aria-live": "polite" });
     this.arms = h("div");
-    this.memory = h("div");
+    this.memory = h("div", { class: "rest" });
     this.gaps = new Gaps(query, signal);
     this.children = new Children(found);
     this.elements = [

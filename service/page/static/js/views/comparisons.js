@@ -57,7 +57,9 @@ function table({ data, has_more, last_id }) {
 
 /** Say what a comparison varies. @param {Comparison} comparison */
 export function variedOf({ spec }) {
-  const fields = Object.entries(spec.vary ?? {}).map(([path, values]) => `${path.split(".").at(-1)} ${values.join(", ")}`);
+  const fields = Object.entries(spec.vary ?? {}).map(
+    ([path, values]) => `${path.split(".").at(-1)} ${values.map(String).join(", ")}`,
+  );
   return [spec.levels?.join(", "), ...fields].filter(Boolean).join(" × ");
 }
 
