@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 
 STATIC = Path(__file__).parent / "static"
-VIEWS = ("/", "/jobs/{job_id}", "/compare", "/submit", "/cluster")
+VIEWS = ("/", "/jobs/{job_id}", "/compare", "/comparisons/{comparison_id}", "/submit", "/cluster")
 """The addresses of the page's views. Each is the same document, and its modules look at the address."""
 
 _TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}

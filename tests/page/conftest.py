@@ -17,7 +17,7 @@ import pytest
 
 from octet.service.settings import Settings
 from tests.kit.waiting import LONG_S
-from tests.page.stage import furnish, stage
+from tests.page.stage import furnish, furnish_comparisons, stage
 from tests.service.conftest import fast_dir
 from tests.service.serving import serving
 from tests.service.world import World
@@ -80,6 +80,18 @@ def site(furniture: tuple[Path, dict[str, str]]) -> Iterator[Site]:
     """The page over these jobs, for tests that change nothing."""
     with served(furniture[0]) as found:
         yield Site(found.url, found.world, furniture[1])
+
+
+@pytest.fixture(scope="session")
+def compared_site(fast_dir: Path) -> Iterator[Site]:
+    """The page over comparisons of all states, by name as `jobs`, for tests that change nothing."""
+    folder = fast_dir / "comparisons"
+    folder.mkdir()
+    world = stage(folder)
+    found = furnish_comparisons(world)
+    world.database.close()
+    with served(folder) as site:
+        yield Site(site.url, site.world, found)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from octet.api_schemas import (
     FailureReason,
     FinishedReport,
     JobSpec,
+    JobState,
     JobSummary,
     LogReport,
     MeasuredReport,
@@ -25,12 +26,17 @@ from octet.api_schemas import (
     StartedReport,
     StepReport,
 )
+from octet.api_schemas.comparison import ComparisonSpec
+from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.measured import LayerHealth, MemoryBytes
 from octet.service.cluster.fake import FakeLauncher
 from octet.service.db.engine import Database
+from octet.service.jobs import comparisons, planned
 from octet.service.settings import Settings
+from octet.service.store.jobs import lock_job
 from tests.service.world import Rank, TurnedClock, World
+from tests.service.world import step as step_report
 
 POOLS = (
     PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=4),
@@ -59,7 +65,7 @@ def stage(folder: Path, *, begin: datetime | None = None) -> World:
     clock.moment = begin or datetime.now(UTC) - timedelta(hours=2)
     database = Database(f"sqlite:///{folder / 'octet.db'}", clock)
     database.migrate()
-    settings = Settings(data_dir=folder / "data", pools=POOLS, port=0)
+    settings = Settings(data_dir=folder / "data", pools=POOLS, port=0, planner=False)
     return World(database, clock, settings, FakeLauncher(POOLS), JobSpec.model_validate(SPEC))
 
 
@@ -68,6 +74,30 @@ def submit(world: World, name: str, level: str = "O2", preset: str = "gpt-tiny",
     return world.submit(
         name=name, precision={"level": level}, model={"preset": preset}, **{"steps": 200, "max_failures": 0} | changes
     )
+
+
+def foresee(world: World, job_id: str, level: str, **changes: Any) -> JobPlan:
+    """Store a plan of about the bytes that gpt-tiny holds at a level, in place of the planner."""
+    states = memory_of(level).held
+    held = sum(states.values())
+    plan = JobPlan(
+        asked_level=world.job(job_id).spec.precision.level,
+        level=level,  # type: ignore[arg-type]
+        verdict="yes",
+        memory_per_device_bytes=80 << 30,
+        micro_batch_size=16,
+        largest_micro_batch=512,
+        states=states,
+        peak_bytes=3 * held,
+        lower_bytes=3 * held,
+        upper_bytes=3 * held + 700_000_000,
+        planner_version="1",
+    ).model_copy(update=changes)
+    with world.database.write() as session:
+        row = lock_job(session, job_id)
+        assert row is not None
+        planned.apply(session, row, plan, world.database.now(session))
+    return plan
 
 
 def begin(world: World, job_id: str, *, resumed_from_step: int = 0) -> Rank:
@@ -192,6 +222,7 @@ def furnish(world: World) -> dict[str, str]:
     for level, floor in (("fp32", 1.88), ("bf16-amp", 1.885), ("te", 1.89), ("O1", 1.90), ("O2", 1.91), ("O3", 1.95)):
         name = f"gpt-tiny-{level}"
         jobs[name] = submit(world, name, level)
+        foresee(world, jobs[name], level)
         rank = begin(world, jobs[name])
         train(world, rank, range(1, 201), seed=len(jobs), floor=floor)
         end(rank, summary=summary())
@@ -216,6 +247,7 @@ def furnish(world: World) -> dict[str, str]:
     rank = begin(world, jobs["resumed"], resumed_from_step=100)
     train(world, rank, range(101, 131), seed=8)
     jobs["running"] = submit(world, "gpt-on-source-code", "O2", steps=400)
+    foresee(world, jobs["running"], "O2", verdict="tight", remedies=("training.fused_loss True",))
     rank = begin(world, jobs["running"])
     train(world, rank, range(1, 151), seed=9)
     jobs["starting"] = submit(world, "roberta-base", "te", workers=2)
@@ -224,3 +256,68 @@ def furnish(world: World) -> dict[str, str]:
         jobs[f"queued-{place}"] = submit(world, f"wide-{place}", "O2-8bit", workers=4)
     world.dispatch()
     return jobs
+
+
+SHIFT = {"fp32": 0.0, "O1": -0.0004, "O2": 0.02, "noise": 0.0001}
+"""The gap of each arm's loss."""
+SWEEP = {"training.optimizer.learning_rate": [1e-4, 3e-4, 1e-3], "training.gradient_clip": [None, 1.0]}
+
+
+def compare(world: World, name: str, **options: Any) -> str:
+    """Submit a comparison of the stage's spec."""
+    spec = ComparisonSpec.model_validate({"job": SPEC | {"name": name}, "levels": ["fp32", "O1", "O2"], "seeds": 4, **options})
+    with world.database.write() as session:
+        row, _ = comparisons.submit(session, spec, b"{}", None, "default", world.database.now(session))
+        return row.id
+
+
+def end_children(world: World, most: int, shift: dict[str, float] = SHIFT, failing: str | None = None) -> None:
+    """Let children end one after the other, as long as there are some. failing: an arm whose jobs fail."""
+    for _ in range(most):
+        world.dispatch()
+        world.dispatch()
+        live = [row.id for row in world.all_jobs() if row.state is JobState.STARTING]
+        if not live:
+            return
+        child = world.job(min(live))
+        rank, arm, seed = begin(world, child.id), child.labels["arm"], int(child.labels["seed"])
+        draw = random.Random(f"{arm} {seed}")
+        for step in range(25, 201, 25):
+            share = shift.get(arm, 0.001) * step / 200 + draw.gauss(0, 0.00005)
+            loss = (2.0 + 3.6 * math.exp(-step / 45) + seed / 100) * (1 + share)
+            evaluation = EvaluationReport(step=step, loss=loss, tokens=4096, metrics={"accuracy": 0.4 - share})
+            rank.send(step_report(step, loss), evaluation)
+        if arm == failing:
+            end(rank, "failed", reason=FailureReason.WORKER_ERROR, message=HOSTILE)
+        else:
+            memory = memory_of(child.spec.precision.level).held
+            end(rank, summary=summary().model_copy(update={"evaluation_loss": loss, "memory_bytes": memory}))
+        world.launcher.exit(rank.ref)
+        world.dispatch()
+        world.turn(20)
+
+
+def furnish_comparisons(world: World) -> dict[str, str]:
+    """Submit comparisons of all states; returns their ids by name."""
+    found = {"finished": compare(world, "which-level")}
+    end_children(world, 99)
+    found["failing"] = compare(world, "with-a-failing-arm")
+    end_children(world, 99, failing="O1")
+    found["wild"] = compare(world, "too-wild")
+    end_children(world, 99, SHIFT | {"noise": 0.03})
+    found["baseline"] = compare(world, "baseline-fails")
+    end_children(world, 99, failing="fp32")
+    found["paused"] = compare(world, "paused")
+    with world.database.write() as session:
+        comparisons.pause(session, found["paused"], world.database.now(session), None)
+    found["sweep"] = compare(world, "sweep", levels=[], vary=SWEEP, tolerance=0.05)
+    end_children(world, 12)
+    with world.database.write() as session:
+        comparisons.cancel(session, found["sweep"], world.database.now(session), None)
+    world.dispatch()
+    found["running"] = compare(world, "still-running")
+    end_children(world, 7)
+    world.dispatch()
+    live = [row.id for row in world.all_jobs() if row.state is JobState.STARTING]
+    train(world, begin(world, live[0]), range(1, 121))
+    return found

@@ -29,15 +29,19 @@ def axe() -> str:
 
 
 @pytest.mark.parametrize("state", ["empty", "error", "full"])
-@pytest.mark.parametrize("view", ["jobs", "job", "compare", "submit", "cluster"])
-def test_axe_has_nothing_to_say(page: "Page", site: Site, empty_site: Site, axe: str, view: str, state: str) -> None:
+@pytest.mark.parametrize("view", ["jobs", "job", "compare", "comparisons", "comparison", "submit", "cluster"])
+def test_axe_has_nothing_to_say(
+    page: "Page", site: Site, empty_site: Site, compared_site: Site, axe: str, view: str, state: str
+) -> None:
     if state == "error":
         page.route(re.compile(r"/v1/|/readyz"), refuse)
-    page.goto(address(view, state, site, empty_site))
+    page.goto(address(view, state, compared_site if view.startswith("comparison") else site, empty_site))
     page.wait_for_selector("main[aria-busy=false]")
     page.locator("[role=alert]" if state == "error" else "#theme[aria-label]").first.wait_for()
-    if state == "full" and view in {"jobs", "job", "compare", "cluster"}:
+    if state == "full" and view in {"jobs", "job", "compare", "comparison", "cluster"}:
         page.wait_for_selector("#connection[data-state=live]")
+    if state == "full" and view == "submit":
+        page.wait_for_selector("[aria-label='Plan by level']")
     page.evaluate(axe)
     found = []
     for theme in THEMES:
@@ -53,13 +57,16 @@ def refuse(route: Any) -> None:
 
 
 def address(view: str, state: str, site: Site, empty_site: Site) -> str:
-    """The empty job is one that waits, and the empty comparison one of nothing."""
-    jobs, server = site.jobs, empty_site if state == "empty" and view != "job" else site
+    """The empty job is one that waits, the empty comparisons are one of nothing and one without jobs."""
+    jobs, is_empty = site.jobs, state == "empty"
     paths = {
-        "jobs": "/",
-        "job": f"/jobs/{jobs['queued-0'] if state == 'empty' else jobs['running']}",
-        "compare": "/compare" if state == "empty" else f"/compare?jobs={jobs['gpt-tiny-fp32']},{jobs['gpt-tiny-O2']}",
-        "submit": "/submit",
-        "cluster": "/cluster",
+        "jobs": lambda: "/",
+        "job": lambda: f"/jobs/{jobs['queued-0'] if is_empty else jobs['running']}",
+        "compare": lambda: "/compare" if is_empty else f"/compare?jobs={jobs['gpt-tiny-fp32']},{jobs['gpt-tiny-O2']}",
+        "comparisons": lambda: f"/compare?after={jobs['finished']}" if is_empty else "/compare",
+        "comparison": lambda: f"/comparisons/{jobs['paused'] if is_empty else jobs['sweep']}",
+        "submit": lambda: "/submit?levels=fp32,O2" if state == "full" else "/submit",
+        "cluster": lambda: "/cluster",
     }
-    return f"{server.url}{paths[view]}"
+    server = empty_site if is_empty and view in {"jobs", "compare", "submit", "cluster"} else site
+    return f"{server.url}{paths[view]()}"

@@ -76,7 +76,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     world.database.close()
 
 
-@pytest.mark.parametrize("path", ["/", "/jobs/job_x", "/compare?jobs=a,b", "/submit", "/cluster"])
+@pytest.mark.parametrize("path", ["/", "/jobs/job_x", "/compare?jobs=a,b", "/comparisons/cmp_x", "/submit", "/cluster"])
 def test_each_view_is_the_same_document_under_a_strict_policy(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 200

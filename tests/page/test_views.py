@@ -276,7 +276,7 @@ def test_a_form_and_its_job_file_are_one(page: "Page", own_site: Callable[..., S
     ready(page, f"{site.url}/submit")
     page.locator("#field-training-steps").fill("12")
     assert "steps: 12" in page.locator("#yaml").input_value()
-    page.get_by_label("O3-split-8bit").check()
+    page.locator("input[name=level][value='O3-split-8bit']").check()
     assert "level: O3-split-8bit" in page.locator("#yaml").input_value()
     page.locator("#yaml").fill(page.locator("#yaml").input_value().replace("steps: 12", "steps: 0"))
     page.locator("#field-training-steps-note", has_text="greater than or equal to 1").wait_for()

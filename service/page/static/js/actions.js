@@ -1,4 +1,7 @@
-/** What can be done with a job: pause, resume, retry, cancel and delete it, clone it, take its spec along, compare it. */
+/**
+ * What can be done with a job: pause, resume, retry, cancel and delete it, clone it, take its spec along, compare it. A
+ * comparison is paused, resumed and cancelled.
+ */
 
 import { ask, headers, key } from "./api.js";
 import { fill, h, mark, problem } from "./dom.js";
@@ -9,6 +12,7 @@ import { send } from "./requests.js";
 import { toYaml } from "./yaml.js";
 
 /** @typedef {import("octet-types").Job} Job */
+/** @typedef {import("octet-types").Comparison} Comparison */
 
 /** Build a job's buttons. @param {Job} job @returns {HTMLElement[]} */
 export function actions(job) {
@@ -25,18 +29,34 @@ export function actions(job) {
 }
 
 /**
- * Build a button that needs no confirmation, because it can be taken back.
- * @param {Job} job @param {string} name @param {string} label
+ * Build a comparison's buttons. No stream tells of it, so it is read again after each.
+ * @param {Comparison} comparison @param {() => void} onDone @returns {HTMLElement[]}
  */
-function command(job, name, label) {
+export function comparisonActions(comparison, onDone) {
+  return [
+    command(comparison, "pause", "Pause", onDone),
+    command(comparison, "resume", "Resume", onDone),
+    danger("cancel", "Cancel", () => confirmCancel(comparison, onDone)),
+  ];
+}
+
+/** @param {Job | Comparison} item */
+const pathOf = (item) => `/v1/${item.object}s/${item.id}`;
+
+/**
+ * Build a button that needs no confirmation, because it can be taken back.
+ * @param {Job | Comparison} item @param {string} name @param {string} label @param {() => void} [onDone]
+ */
+function command(item, name, label, onDone = () => {}) {
   const button = h(
     "button",
     {
       type: "button",
       onclick: async () => {
         button.disabled = true;
-        await send(`/v1/jobs/${job.id}/${name}`, {}).catch((error) => open(`${label} is not possible`, problem(error)));
+        await send(`${pathOf(item)}/${name}`, {}).catch((error) => open(`${label} is not possible`, problem(error)));
         button.disabled = false;
+        onDone();
       },
     },
     label,
@@ -57,12 +77,13 @@ const WAITING = ["queued", "starting", "running"];
 /** Show the buttons that the job's state allows. @param {HTMLElement} head */
 export function drawActions(head) {
   const { state } = /** @type {HTMLElement & {dataset: {state: string}}} */ (head.querySelector(".now")).dataset;
+  const over = isOver(state) || state === "finished" || state === "too_wild";
   const allowed = {
     pause: WAITING.includes(state),
     resume: state === "paused",
     retry: state === "failed" || state === "cancelled",
-    cancel: !isOver(state),
-    delete: isOver(state),
+    cancel: !over,
+    delete: over,
   };
   for (const [name, isAllowed] of Object.entries(allowed)) {
     const button = head.querySelector(`[data-action=${name}]`);
@@ -70,14 +91,18 @@ export function drawActions(head) {
   }
 }
 
-/** @param {Job} job */
-function confirmCancel(job) {
+/** @param {Job | Comparison} item @param {() => void} [onDone] */
+function confirmCancel(item, onDone = () => {}) {
   const save = h("input", { type: "checkbox", checked: true });
+  const stops =
+    item.object === "job"
+      ? "stops at the end of its step. Its curve and checkpoints stay."
+      : "starts no more jobs, and those that it has stop. What the others have shown stays.";
   confirm(
-    "Cancel this job?",
-    "Cancel the job",
-    () => send(`/v1/jobs/${job.id}/cancel${save.checked ? "" : "?save=false"}`, {}),
-    h("p", {}, `${job.name} stops at the end of its step. Its curve and checkpoints stay.`),
+    `Cancel this ${item.object}?`,
+    `Cancel the ${item.object}`,
+    () => send(`${pathOf(item)}/cancel${save.checked ? "" : "?save=false"}`, {}).then(onDone),
+    h("p", {}, `${item.name} ${stops}`),
     h("label", {}, save, " Save a checkpoint first"),
   );
 }
@@ -132,11 +157,11 @@ function showSpec(job) {
   );
 }
 
-/** Write a submission as a command. @param {unknown} spec */
-export function curlOf(spec) {
+/** Write a submission as a command. @param {unknown} spec @param {string} [path] */
+export function curlOf(spec, path = "/v1/jobs") {
   const body = JSON.stringify(spec).replaceAll("'", "'\\''");
   const secret = key() ? ` -H "Authorization: Bearer $OCTET_API_KEY"` : "";
-  return `curl ${location.origin}/v1/jobs -H 'Content-Type: application/json'${secret} \\\n  -d '${body}'`;
+  return `curl ${location.origin}${path} -H 'Content-Type: application/json'${secret} \\\n  -d '${body}'`;
 }
 
 /** Build a text that can be copied. @param {string} title @param {string} text */

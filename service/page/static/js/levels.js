@@ -2,7 +2,7 @@
 
 import { h, svg } from "./dom.js";
 
-const HUES = { fp32: "fp32", "fp16-amp": "16bit", "bf16-amp": "16bit", te: "engine", ao: "engine" };
+const HUES = { fp32: "fp32", "fp16-amp": "16bit", "bf16-amp": "16bit", te: "engine", ao: "engine", auto: "auto" };
 const DASHES = /** @type {Record<string, number[]>} */ ({
   "fp16-amp": [2, 3],
   ao: [6, 3],
@@ -45,6 +45,8 @@ const STATES = {
   succeeded: ["✓", "succeeded"],
   failed: ["✕", "failed"],
   cancelled: ["–", "cancelled"],
+  finished: ["✓", "finished"],
+  too_wild: ["≈", "too wild"],
 };
 
 /** Return a state's word. @param {string} state */

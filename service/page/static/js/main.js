@@ -12,6 +12,7 @@ const VIEWS = [
   [/^\/$/, "jobs", "Jobs"],
   [/^\/jobs\/([^/]+)$/, "job", "Job"],
   [/^\/compare$/, "compare", "Compare"],
+  [/^\/comparisons\/([^/]+)$/, "comparison", "Comparison"],
   [/^\/submit$/, "submit", "Submit"],
   [/^\/cluster$/, "cluster", "Cluster"],
 ];

@@ -153,7 +153,7 @@ export class LineChart {
     fill(
       this.legend,
       shown.map(({ name, color, dash, value, dots }) => {
-        const line = h("i", { class: dots ? "dot" : dash?.length ? "dashed" : "solid" });
+        const line = h("i", { class: dots && !dash ? "dot" : dash?.length ? "dashed" : "solid" });
         line.style.color = `var(${color})`;
         return h("span", { class: "entry" }, line, name, h("b", {}, format(value)));
       }),

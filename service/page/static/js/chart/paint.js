@@ -121,7 +121,10 @@ function line(pen, { line: points, color, dash = [], faint = false, dots = false
     else pen.moveTo(left, top);
     alone = isDown ? null : [left, top];
     isDown = true;
-    if (dots && points.length < 200) pen.rect(left - 2, top - 2, 4, 4);
+    if (dots && points.length < 200) {
+      pen.rect(left - 2, top - 2, 4, 4);
+      pen.moveTo(left, top);
+    }
   }
   pen.stroke();
   pen.setLineDash([]);

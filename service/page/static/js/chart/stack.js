@@ -3,6 +3,7 @@
 import { h } from "../dom.js";
 import { bytes, percent } from "../figures.js";
 
+const FEW = 2;
 const ORDER = ["weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq"];
 const HUES = /** @type {Record<string, string>} */ ({
   weights: "weights",
@@ -70,7 +71,8 @@ export function stacks(bars, isVersus = false) {
       ),
     ),
   );
-  return h("div", { class: "stacks" }, saved, drawn, table);
+  const wide = { class: "scroll", tabindex: 0, role: "region", "aria-label": "Bytes by class" };
+  return h("div", { class: "stacks" }, saved, drawn, bars.length > FEW ? h("div", wide, table) : table);
 }
 
 /** @param {number} here @param {number} there @param {string} name */

@@ -2,7 +2,7 @@
 
 import { address, ask } from "../api.js";
 import { fill, h, panel, problem } from "../dom.js";
-import { bytes } from "../figures.js";
+import { bytes, percent } from "../figures.js";
 import { age, count } from "../format.js";
 import { badge, stateBadge } from "../levels.js";
 import { watch } from "../live.js";
@@ -81,11 +81,24 @@ async function poolsOf(signal) {
       count(pool.jobs_queued),
       pool.slots_present === null ? "not seen yet" : `${count(pool.slots_present)} slots`,
       bytes(pool.memory_per_device_bytes),
+      percent(pool.measured_to_planned ?? null, 1),
       count(pool.threads_per_worker),
     ];
   });
-  const columns = ["Pool", "Kind", "Slots", "Live jobs", "Waiting", "Nodes offer", "Memory a device", "Threads a worker"];
-  return [grid("Pools", columns, rows, 3)];
+  const columns = [
+    "Pool",
+    "Kind",
+    "Slots",
+    "Live jobs",
+    "Waiting",
+    "Nodes offer",
+    "Memory a device",
+    "Measured of planned",
+    "Threads a worker",
+  ];
+  const meaning =
+    "Measured of planned: bytes that jobs took, of those that their plans said; the median, once ten have succeeded.";
+  return [grid("Pools", columns, rows, 3), h("p", { class: "muted" }, meaning)];
 }
 
 /** @param {AbortSignal} signal */

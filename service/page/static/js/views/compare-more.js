@@ -4,7 +4,7 @@ import { stacks } from "../chart/stack.js";
 import { fill, h, panel } from "../dom.js";
 import { bytes } from "../figures.js";
 import { count } from "../format.js";
-import { badge } from "../levels.js";
+import { badge, dash } from "../levels.js";
 import { heldBy, speedOf } from "../judge.js";
 import { grid } from "./job-more.js";
 
@@ -17,6 +17,12 @@ export function detail(element, jobs, base) {
   if (element.dataset.words === words) return;
   element.dataset.words = words;
   fill(element, h("div", { class: "halves" }, memory(jobs), speed(jobs, speeds)), fields(jobs));
+}
+
+/** Return a dash that no other line of its level has. @param {string[]} levels of all lines @param {number} place */
+export function dashAmong(levels, place) {
+  const alike = levels.slice(0, place).filter((each) => each === levels[place]).length;
+  return alike ? [1 + 2 * alike, 3] : dash(levels[place]);
 }
 
 /** @param {Compared[]} jobs */

@@ -6,13 +6,13 @@ import { Curve } from "../curve.js";
 import { fill, h, panel, problem } from "../dom.js";
 import { compact } from "../figures.js";
 import { count, duration, number } from "../format.js";
-import { badge, dash, hue } from "../levels.js";
+import { badge, hue } from "../levels.js";
 import { watch } from "../live.js";
 import { remember } from "../main.js";
 import { every, paced } from "../pace.js";
 import { differences, judge, smoothed, spread } from "../judge.js";
 import { chooser, MOST } from "./compare-choose.js";
-import { detail } from "./compare-more.js";
+import { dashAmong, detail } from "./compare-more.js";
 
 /** @typedef {{job: import("octet-types").Job, curve: Curve, measured: import("octet-types").Measurements | null}} Compared */
 
@@ -27,26 +27,7 @@ export async function show({ root, query, signal }) {
   const ids = [...new Set((query.get("jobs") ?? "").split(",").filter(Boolean))].slice(0, MOST);
   root.append(h("h1", {}, "Compare"), chooser(ids, signal));
   if (!ids.length) {
-    root.append(
-      h(
-        "div",
-        { class: "empty" },
-        h(
-          "div",
-          {},
-          h("h2", {}, "Which jobs?"),
-          h(
-            "p",
-            {},
-            "Choose jobs in ",
-            h("a", { href: "/" }, "the list"),
-            " with their boxes, or with the key ",
-            h("kbd", {}, "x"),
-            ", and then Compare.",
-          ),
-        ),
-      ),
-    );
+    await (await import("./comparisons.js")).list(root, query, signal);
     return;
   }
   const read = await Promise.all(ids.map((id) => compared(id, signal).catch((error) => ({ id, error }))));
@@ -174,7 +155,10 @@ class Comparison {
     const line = (/** @type {Compared} */ { job }) => ({
       name: nameOf(job, jobs),
       color: hue(job.spec.precision.level),
-      dash: dashOf(job, jobs),
+      dash: dashAmong(
+        jobs.map((each) => each.job.spec.precision.level),
+        jobs.findIndex((each) => each.job.id === job.id),
+      ),
     });
     this.chart.set(jobs.map((each) => ({ ...line(each), x: each.curve.along(this.axis), y: smoothed(each.curve) })));
     const others = jobs.filter((each) => each !== base);
@@ -209,12 +193,4 @@ function bandWords(jobs, base, hasBand) {
 function nameOf(job, jobs) {
   const isTwice = jobs.filter((each) => each.job.name === job.name).length > 1;
   return isTwice ? `${job.name} (${job.spec.precision.level}, seed ${job.spec.training.seed})` : job.name;
-}
-
-/** Two jobs of a level have different dashes. @param {Compared["job"]} job @param {Compared[]} jobs */
-function dashOf(job, jobs) {
-  const alike = jobs
-    .filter((each) => each.job.spec.precision.level === job.spec.precision.level)
-    .findIndex((each) => each.job.id === job.id);
-  return alike > 0 ? [1 + 2 * alike, 3] : dash(job.spec.precision.level);
 }

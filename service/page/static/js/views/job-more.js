@@ -9,6 +9,7 @@ import { bytes, clock, percent, short } from "../figures.js";
 import { count, number } from "../format.js";
 import { isOver } from "../levels.js";
 import { all } from "../requests.js";
+import { planWords } from "./plan.js";
 
 /** @typedef {import("./job.js").Shown} Shown */
 /** @typedef {import("./job.js").Part} Part */
@@ -37,7 +38,14 @@ export function parts(shown, { memory, rest, query }) {
 function drawMemory(side, { job, measured }) {
   const memory = measured?.memory ?? null;
   const held = memory?.held ?? job.summary?.memory_bytes ?? null;
-  const words = JSON.stringify([held, memory?.fp32, measured?.num_layers_converted, isOver(job.state)]);
+  const words = JSON.stringify([
+    held,
+    memory?.fp32,
+    measured?.num_layers_converted,
+    isOver(job.state),
+    job.plan,
+    job.measured_to_planned,
+  ]);
   if (side.dataset.words === words) return;
   side.dataset.words = words;
   if (!held) {
@@ -46,7 +54,7 @@ function drawMemory(side, { job, measured }) {
       : job.progress
         ? "It was not measured."
         : "It ended before its first step.";
-    return fill(side, panel("Memory", h("p", { class: "muted" }, note)));
+    return fill(side, panel("Memory", h("p", { class: "muted" }, note), planWords(job)));
   }
   const level = job.spec.precision.level;
   const bars = stacks([{ name: level, parts: held }, ...(memory ? [{ name: "fp32", parts: memory.fp32 }] : [])], true);
@@ -56,7 +64,7 @@ function drawMemory(side, { job, measured }) {
     memory?.peak && `peak ${bytes(memory.peak)} on the device`,
     memory?.host ? `${bytes(memory.host)} in host memory` : null,
   ].filter(Boolean);
-  fill(side, panel("Memory", bars, h("p", { class: "muted" }, facts.join(" · "))));
+  fill(side, panel("Memory", bars, h("p", { class: "muted" }, facts.join(" · ")), planWords(job)));
 }
 
 const HEALTH = ["Layer", "Operand", "SQNR", "Overflow", "Underflow", "amax", "Step"];

@@ -95,6 +95,7 @@ function drawHead(head, { job, id, isGone }) {
       `${family} on ${job.spec.resources.pool} · `,
       h("code", {}, id),
       ` · ${job.tenant}`,
+      ...membership(job.labels),
     );
     const buttons = h("div", { class: "buttons" });
     head.append(
@@ -113,6 +114,13 @@ function drawHead(head, { job, id, isGone }) {
     fill(now, stateBadge(job.state));
     import("../actions.js").then(({ drawActions }) => drawActions(head));
   }
+}
+
+/** Link to the comparison that a job is a child of. @param {Record<string, string>} labels @returns {(string | Node)[]} */
+function membership({ comparison, arm, seed }) {
+  if (!comparison?.startsWith("cmp_")) return [];
+  const link = h("a", { href: `/comparisons/${encodeURIComponent(comparison)}` }, "a comparison");
+  return [" · of ", link, `: arm ${arm}, seed ${seed}`];
 }
 
 /** Say why it waits or ended, and what would help. @param {HTMLElement} notice @param {Shown} shown */
@@ -140,6 +148,8 @@ function reasons(job) {
     const hint = job.hint ?? "";
     return [`${job.reason?.replaceAll("_", " ")}: ${job.message ?? ""}`, job.message?.includes(hint) ? "" : hint];
   }
+  if (job.desired_state === "yield" && !isOver(job.state))
+    return ["It makes way, because the server stops.", "It saves a checkpoint, waits in the queue, and goes on from there."];
   if (job.state === "starting") return [`Attempt ${job.num_attempts} starts.`, "The bar below shows how far it is."];
   if (job.state === "pausing" || job.state === "cancelling") {
     const saves = job.desired_state === "cancel_now" ? "and saves nothing more" : "after a checkpoint";

@@ -3,9 +3,9 @@
 import { h, panel } from "../dom.js";
 
 /**
- * Build the parts of the form. `levels` and `data` are the parts that change with the document.
+ * Build the parts of the form. `levels` and `data` have the parts that change with the document.
  * @param {import("../form.js").Form} form @param {import("../schema.js").JobSchema} schema
- * @param {import("./submit.js").Catalog} catalog @param {HTMLElement} levels @param {HTMLElement} data
+ * @param {import("./submit.js").Catalog} catalog @param {HTMLElement[]} levels @param {HTMLElement} data
  */
 export function sections(form, schema, catalog, levels, data) {
   const of = schema.root.properties;
@@ -58,7 +58,7 @@ export function sections(form, schema, catalog, levels, data) {
     ),
     panel(
       "Precision",
-      levels,
+      ...levels,
       more("More of precision", form.fields("precision", of.precision, {}, new Set(["precision.level"]))),
     ),
     panel("Data", data),

@@ -27,7 +27,7 @@ export class LevelChoice {
     if (words !== this.#shown) {
       this.#shown = words;
       const most = model ? Math.max(...Object.values(/** @type {Record<string, number>} */ (model.bytes_by_level))) : 0;
-      const rows = this.catalog.levels.map((each) =>
+      const rows = [...this.catalog.levels, this.#automatic()].map((each) =>
         this.#row(each, model?.bytes_by_level[each.name] ?? null, most, pool?.memory_per_device_bytes ?? null),
       );
       fill(this.element, h("legend", { class: "hidden" }, "Level"), rows);
@@ -35,7 +35,16 @@ export class LevelChoice {
     for (const input of this.element.querySelectorAll("input")) input.checked = input.value === level;
   }
 
-  /** @param {import("octet-types").Level} level @param {number | null} size @param {number} most @param {number | null} room */
+  /** Describe the level that the service chooses by the job's plan. */
+  #automatic() {
+    const names = this.catalog.levels.filter((each) => each.is_automatic).map(({ name }) => name);
+    return { name: "auto", description: `the first that surely fits the pool's devices, of ${names.join(", ")}` };
+  }
+
+  /**
+   * @param {Pick<import("octet-types").Level, "name" | "description">} level @param {number | null} size @param {number} most
+   * @param {number | null} room
+   */
   #row(level, size, most, room) {
     const bar = h("i");
     bar.style.width = `${size === null ? 0 : (100 * size) / most}%`;

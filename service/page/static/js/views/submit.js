@@ -1,4 +1,7 @@
-/** Submit a job: a form made from the schema beside the same document as YAML, checked by the service while one types. */
+/**
+ * Submit a job, or a comparison of it at several levels: a form made from the schema beside the same document as YAML,
+ * checked and planned by the service while one types.
+ */
 
 import { ask } from "../api.js";
 import { copy, curlOf } from "../actions.js";
@@ -10,8 +13,10 @@ import { go } from "../main.js";
 import { send } from "../requests.js";
 import { JobSchema, schemas, withValue } from "../schema.js";
 import { fromYaml, toYaml } from "../yaml.js";
+import { ComparisonChoice } from "./submit-compare.js";
 import { sections } from "./submit-fields.js";
 import { LevelChoice } from "./submit-level.js";
+import { PlanBeside } from "./submit-plan.js";
 
 /** @typedef {{families: any[], levels: import("octet-types").Level[], pools: import("octet-types").Pool[]}} Catalog */
 
@@ -40,25 +45,35 @@ export async function show({ root, query, signal }) {
     from ? ask(`/v1/jobs/${from}`, { signal }) : null,
   ]);
   const schema = new JobSchema(all);
-  const begin = source ? schema.prune({ ...source.spec, name: source.name }) : BEGIN;
-  const page = new Submission(schema, { families: families.data, levels: levels.data, pools: pools.data }, begin, signal);
+  const begin = source ? schema.prune({ ...source.spec, name: source.name, labels: own(source.spec.labels) }) : BEGIN;
+  const catalog = { families: families.data, levels: levels.data, pools: pools.data };
+  const page = new Submission(schema, catalog, begin, query, signal);
   root.append(h("h1", {}, source ? `Clone of ${source.name}` : "Submit a job"), page.element);
   page.start();
 }
+
+/** Leave out the labels that a comparison gives its children. @param {Record<string, string>} labels */
+const own = ({ comparison, arm, seed, ...others }) =>
+  comparison ? others : { ...(arm && { arm }), ...(seed && { seed }), ...others };
 
 class Submission {
   #waiting = 0;
   #version = 0;
   #once = secret();
 
-  /** @param {JobSchema} schema @param {Catalog} catalog @param {any} document @param {AbortSignal} signal */
-  constructor(schema, catalog, document, signal) {
+  /**
+   * @param {JobSchema} schema @param {Catalog} catalog @param {any} document @param {URLSearchParams} query
+   * @param {AbortSignal} signal
+   */
+  constructor(schema, catalog, document, query, signal) {
     this.schema = schema;
     this.catalog = catalog;
     this.document = document;
     this.signal = signal;
     this.form = new Form(schema, (path, value) => this.change(path, value));
     this.level = new LevelChoice(catalog, (level) => this.change("precision.level", level));
+    this.compared = new ComparisonChoice(schema, catalog, query, () => this.#changed());
+    this.plan = new PlanBeside(signal);
     this.text = h("textarea", {
       id: "yaml",
       rows: 24,
@@ -75,6 +90,7 @@ class Submission {
       "div",
       { class: "side yaml" },
       panel("The same as a job file", this.text, this.result, h("div", { class: "buttons" }, this.button), this.curl),
+      this.plan.element,
     );
     this.element = h(
       "form",
@@ -86,13 +102,21 @@ class Submission {
           this.submit();
         },
       },
-      h("div", { class: "rest" }, ...sections(this.form, schema, catalog, this.level.element, this.data)),
+      h(
+        "div",
+        { class: "rest" },
+        ...sections(this.form, schema, catalog, [this.level.element, this.compared.element], this.data),
+      ),
       side,
     );
   }
 
   start() {
     this.text.value = toYaml(this.document);
+    this.#changed();
+  }
+
+  #changed() {
     this.#show();
     this.#soon();
   }
@@ -101,8 +125,7 @@ class Submission {
   change(path, value) {
     this.document = withValue(this.document, path, value);
     this.text.value = toYaml(this.document);
-    this.#show();
-    this.#soon();
+    this.#changed();
   }
 
   #typed() {
@@ -115,8 +138,7 @@ class Submission {
       fill(this.result, problem(error));
       return;
     }
-    this.#show();
-    this.#soon();
+    this.#changed();
   }
 
   #show() {
@@ -133,12 +155,17 @@ class Submission {
     }
     form.show(document);
     this.level.show(document);
+    this.button.textContent = this.compared.levels.length ? "Start the comparison" : "Submit the job";
     this.#once = secret();
     this.#showCurl();
   }
 
   #showCurl() {
-    if (this.curl.open) fill(this.curl, h("summary", {}, "The same as curl"), copy("One command", curlOf(this.document)));
+    if (!this.curl.open) return;
+    const comparison = this.compared.of(this.document);
+    const command = comparison ? curlOf(comparison, "/v1/comparisons") : curlOf(this.document);
+    const short = comparison ? copy("With this job file as job.yaml", this.compared.command) : "";
+    fill(this.curl, h("summary", {}, "The same as curl"), copy("One command", command), short);
   }
 
   #soon() {
@@ -151,10 +178,14 @@ class Submission {
   /** Let the service check the document as a submission would be. */
   async #check() {
     const version = this.#version;
+    const [first, ...others] = this.compared.levels;
+    if (first && !others.length) return fill(this.result, h("p", { class: "bad" }, "Choose a second level to compare with."));
+    const job = first ? withValue(this.document, "precision.level", first) : this.document;
     try {
-      const valid = await send("/v1/jobs/validate", this.document, { signal: this.signal });
+      const valid = await send("/v1/jobs/validate", job, { signal: this.signal });
       if (version !== this.#version) return;
-      this.form.complain([]);
+      this.#mark([]);
+      this.plan.show(job, this.compared.levels);
       const recipe = valid.recipe ? `; ${valid.recipe.scaling} scaling of FP8` : "";
       const parameters = valid.num_parameters === null ? "" : `${compact(valid.num_parameters)} parameters, `;
       fill(
@@ -174,8 +205,14 @@ class Submission {
 
   /** @param {unknown} error */
   #complain(error) {
-    this.form.complain(/** @type {{errors?: any[]}} */ (error).errors ?? []);
+    this.#mark(/** @type {{errors?: any[]}} */ (error).errors ?? []);
     fill(this.result, problem(error));
+  }
+
+  /** Show errors at their fields; those of a comparison's job have its fields below `job`. @param {any[]} errors */
+  #mark(errors) {
+    this.form.complain(errors.map((each) => ({ ...each, field: each.field.replace(/^job\./, "") })));
+    this.compared.form.complain(errors);
   }
 
   /** Send it. The key is the document's own, so a second send is the same job. */
@@ -183,8 +220,10 @@ class Submission {
     if (this.button.disabled) return;
     this.button.disabled = true;
     try {
-      const job = await send("/v1/jobs", this.document, { once: this.#once });
-      go(`/jobs/${job.id}`);
+      const comparison = this.compared.of(this.document);
+      const kind = comparison ? "comparisons" : "jobs";
+      const { id } = await send(`/v1/${kind}`, comparison ?? this.document, { once: this.#once });
+      go(`/${kind}/${id}`);
     } catch (error) {
       this.#complain(error);
       this.button.disabled = false;
