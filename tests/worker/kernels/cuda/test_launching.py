@@ -1,6 +1,7 @@
 """A launch that Triton has made once is made again without it, and only where nothing that it specializes on has changed."""
 
 import ast
+import builtins
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,13 +166,17 @@ def test_shapes_without_end_do_not_fill_the_memory(by_triton: list[Compiled], la
 
 
 def launches_by_grid(source: str, kernels: set[str]) -> list[int]:
-    """Return the lines that launch by Triton's own `kernel[grid]`: of a named kernel, or by a grid that is a tuple."""
+    """Return the lines that launch by Triton's own `kernel[grid]`: of a named kernel, or by a grid that is a tuple.
+
+    A built-in type is no kernel: `dict[str, int]()` makes an empty dictionary.
+    """
     called = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    subscripts = [node for node in called if isinstance(node, ast.Subscript)]
     return [
         node.lineno
-        for node in called
-        if isinstance(node, ast.Subscript)
-        and (isinstance(node.slice, ast.Tuple) or ast.unparse(node.value).rpartition(".")[2] in kernels)
+        for node in subscripts
+        if ast.unparse(node.value).rpartition(".")[2] in kernels
+        or (isinstance(node.slice, ast.Tuple) and not hasattr(builtins, ast.unparse(node.value)))
     ]
 
 
@@ -194,4 +199,4 @@ def test_only_the_launcher_launches_by_triton() -> None:
 @pytest.mark.parametrize("line", ["a_kernel[grid](x)", "module.a_kernel[n](x, num_warps=4)", "other[(1,)](x)"])
 def test_a_launch_by_grid_is_seen(line: str) -> None:
     assert launches_by_grid(line, {"a_kernel"}) == [1]
-    assert launches_by_grid("TABLE[kind](x); a_kernel(x)[0]", {"a_kernel"}) == []
+    assert launches_by_grid("TABLE[kind](x); a_kernel(x)[0]; dict[str, int]()", {"a_kernel"}) == []
