@@ -122,7 +122,10 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
     yield "model", f"{spec.model.title}, {_num_parameters(job)} parameters"
     yield "data", spec.data.path
     yield "pool", f"{spec.resources.pool}, {_workers(job)}"
-    yield "attempts", f"{job.num_attempts}, failed {job.num_failures} of at most {spec.retry.max_failures} retried"
+    yield (
+        "attempts",
+        f"{job.num_attempts}, {job.num_failures} failed; failures of its own are retried {spec.retry.max_failures} times",
+    )
     yield "created", moment(job.created_at)
     if job.started_at:
         yield "started", moment(job.started_at)

@@ -1,4 +1,4 @@
-"""Commands that run a server: serve, and the two processes of cluster mode, api and dispatcher."""
+"""Commands of a server: serve, the two processes of cluster mode, api and dispatcher, and copies of its database."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from octet.client.cli.options import REFUSED, Commands, require_extras
 from octet.client.terminal import Terminal
+from octet.client.text import num_bytes
 
 DatabaseUrlFile = Annotated[
     Path | None,
@@ -82,6 +84,42 @@ def dispatcher(
         )
 
 
+def backup(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The copy, a file that does not exist yet.")],
+    data_dir: DataDir = Path("octet-data"),
+    database_url_file: DatabaseUrlFile = None,
+) -> None:
+    """Copy the database into one file, also while servers use it. Checkpoints and exports are files already."""
+    require_extras("backup", "service")
+    with _refusing(), Terminal().spinner_on_stderr("copying"):
+        from octet.service.db.backup import back_up
+        from octet.service.processes.startup import stored_database
+
+        with stored_database(data_dir, database_url_file) as database:
+            num_rows = back_up(database, path)
+            name = database.name
+    Terminal().show(Text(f"{path} ({num_bytes(path.stat().st_size)}) has all {num_rows:,} rows of {name}."))
+
+
+def restore(
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="What `octet backup` has written, by this version or an older one.")
+    ],
+    data_dir: DataDir = Path("octet-data"),
+    database_url_file: DatabaseUrlFile = None,
+) -> None:
+    """Fill an empty database from a backup, of SQLite or PostgreSQL alike. Start its servers afterwards."""
+    require_extras("restore", "service")
+    with _refusing(), Terminal().spinner_on_stderr("restoring"):
+        from octet.service.db.backup import restore as fill
+        from octet.service.processes.startup import stored_database
+
+        with stored_database(data_dir, database_url_file, alone=True) as database:
+            num_rows = fill(path, database)
+            name = database.name
+    Terminal().show(Text(f"{name} has all {num_rows:,} rows of {path}."))
+
+
 @contextmanager
 def _refusing() -> Iterator[None]:
     """Say in one line why a server cannot start."""
@@ -96,4 +134,6 @@ COMMANDS: Commands = {
     "serve": serve,
     "api": api,
     "dispatcher": dispatcher,
+    "backup": backup,
+    "restore": restore,
 }

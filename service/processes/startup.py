@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 from sqlalchemy.exc import DBAPIError, OperationalError
 
+from octet.service.cluster.ray.embedded import hold_serve_lock
 from octet.service.db.engine import LOCK_TIMEOUT_S, Database
 from octet.service.processes.sockets import bound
 from octet.service.settings import Settings
@@ -151,9 +152,30 @@ def database_of_one_machine(settings: Settings, *, lock_timeout_s: float = LOCK_
         database.migrate()
     except DBAPIError as error:
         database.close()
-        reason = str(error.orig).splitlines()[0]
-        raise RuntimeError(f"the database {database.name} cannot be used: {reason}. {_advice(reason.lower())}") from error
+        raise _unusable(database, error) from error
     return database
+
+
+@contextmanager
+def stored_database(data_dir: Path, database_url_file: Path | None, *, alone: bool = False) -> Iterator[Database]:
+    """Open the database that the servers of a folder or of a URL use; OCTET_* variables name it as they do for a server.
+
+    alone: no `octet serve` may use the folder. Raises ValueError for settings that cannot work, and RuntimeError for a folder
+    in use or a database that does not answer.
+    """
+    given: dict[str, Any] = {"data_dir": data_dir.resolve()}
+    given |= {"database_url": _read(database_url_file)} if database_url_file else {}
+    database = Database(checked_settings(given).effective_database_url)
+    os.umask(PRIVATE_UMASK)
+    if alone and database.path is not None:
+        private_folder(data_dir)
+        hold_serve_lock(data_dir)
+    try:
+        yield database
+    except DBAPIError as error:
+        raise _unusable(database, error) from error
+    finally:
+        database.close()
 
 
 def _create_in_a_child(database: Database) -> None:
@@ -171,6 +193,12 @@ def _create_in_a_child(database: Database) -> None:
         finally:
             os._exit(0)
     os.waitpid(child, 0)
+
+
+def _unusable(database: Database, error: DBAPIError) -> RuntimeError:
+    """Say what the database answered and what to change."""
+    reason = str(error.orig).splitlines()[0]
+    return RuntimeError(f"the database {database.name} cannot be used: {reason}. {_advice(reason.lower())}")
 
 
 def _advice(reason: str) -> str:

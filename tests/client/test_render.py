@@ -202,7 +202,7 @@ def test_a_failed_job_says_why_and_what_to_do(make_job: MakeJob) -> None:
     shown = facts(job)
     assert shown["reason"] == "out_of_memory: \\x1b[2Jgone"
     assert shown["hint"] == "Lower it."
-    assert shown["attempts"] == "1, failed 1 of at most 0 retried"
+    assert shown["attempts"] == "1, 1 failed; failures of its own are retried 0 times"
 
 
 def test_settings_that_are_not_applied_are_named(make_job: MakeJob) -> None:

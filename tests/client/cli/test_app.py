@@ -1,5 +1,6 @@
 """The command line without a server: help, usage, refusals, exit statuses, and what goes to which stream."""
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -7,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from typer.testing import CliRunner, Result
 
 from octet.client.cli import build_app, options
 from octet.client.cli.app import MEANT
+from octet.service.db.engine import Database
 from tests.kit.ports import free_port
 
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
@@ -18,7 +21,7 @@ COMMANDS = {
     "serve", "api", "dispatcher", "demo", "compare", "submit", "validate", "plan", "watch", "pause", "resume", "cancel",
     "clone", "retry", "change", "delete", "list", "show", "logs", "events", "metrics",
     "checkpoints", "download", "export", "exports", "attempts", "models", "levels", "pools", "version",
-    "doctor", "debug",
+    "doctor", "debug", "backup", "restore",
 }  # fmt: skip
 
 
@@ -159,3 +162,36 @@ def test_a_data_root_that_is_not_there_is_refused_before_anything_starts(tmp_pat
     assert shown.exit_code == 2
     assert f"--data-root {tmp_path / 'gone'} is no folder on this machine" in shown.stderr
     assert not (tmp_path / "data").exists()
+
+
+def test_a_database_is_copied_and_restored_into_an_empty_folder(tmp_path: Path) -> None:
+    data, copy, restored = tmp_path / "data", tmp_path / "copy.db", tmp_path / "restored"
+    data.mkdir(mode=0o700)
+    database = Database(f"sqlite:///{data}/octet.db")
+    database.migrate()
+    with database.write() as session:
+        session.execute(text("INSERT INTO pool_capacities VALUES ('cpu', 2, '2026-01-01 00:00:00')"))
+    database.close()
+    shown = octet("backup", str(copy), "--data-dir", str(data))
+    assert shown.exit_code == 0, shown.stderr
+    assert "copy.db" in shown.stdout
+    shown = octet("backup", str(copy), "--data-dir", str(data))
+    assert (shown.exit_code, shown.stdout) == (2, "")
+    assert "Name a file that does not exist yet" in " ".join(shown.stderr.split())
+    assert octet("restore", str(copy), "--data-dir", str(restored)).exit_code == 0
+    database = Database(f"sqlite:///{restored}/octet.db")
+    with database.read() as session:
+        assert session.execute(text("SELECT pool, slots_present FROM pool_capacities")).all() == [("cpu", 2)]
+    database.close()
+
+
+def test_nothing_is_restored_into_a_folder_that_a_server_uses(tmp_path: Path) -> None:
+    data, copy = tmp_path / "data", tmp_path / "copy.db"
+    copy.touch()
+    data.mkdir(mode=0o700)
+    with (data / "serve.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shown = octet("restore", str(copy), "--data-dir", str(data))
+    assert shown.exit_code == 2
+    assert "another `octet serve` uses" in " ".join(shown.stderr.split())
+    assert not (data / "octet.db").exists()
