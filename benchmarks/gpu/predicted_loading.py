@@ -50,13 +50,13 @@ class Shapes(PretrainedFiles):
         """Return the shape of a tensor."""
         return self._shapes[name]
 
-    def dequant_scale(self, name: str) -> Tensor | None:
+    def dequant_scale(self, name: str, index: int | None = None) -> Tensor | None:
         """Return None: no weight is FP8."""
         return None
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor on the CPU without values."""
-        return torch.empty(self._shapes[name], dtype=FILE_DTYPE)
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """Return a tensor on the CPU without values. index: of a matrix in a stack."""
+        return torch.empty(self._shapes[name][0 if index is None else 1 :], dtype=FILE_DTYPE)
 
 
 @dataclass(frozen=True)

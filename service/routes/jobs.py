@@ -184,7 +184,7 @@ def retry(
     return _change(context, lambda session, now: commands.retry(session, job_id, now, tenant, steps))
 
 
-@router.post("/{job_id}/exports", status_code=202, operation_id="export_job", responses=answers(404, 409, 413, 422))
+@router.post("/{job_id}/exports", status_code=202, operation_id="export_job", responses=answers(400, 404, 409, 413, 422))
 def export(
     job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep, wanted: Annotated[ExportSpec | None, Body()] = None
 ) -> Job:

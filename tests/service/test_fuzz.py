@@ -22,6 +22,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.service.test_checkpoint_files import write_checkpoint
+from tests.service.test_exports_api import write_export
 from tests.service.world import Rank, World, step
 
 URL = "http://127.0.0.1:8000"
@@ -55,6 +56,8 @@ class Known:
             case.path_parameters["attempt_id"] = self.rank.order.attempt_id
             case.headers["Authorization"] = f"Bearer {self.rank.order.token}"
         candidates = [path for path in self.paths if case.path_parameters.keys() <= path.keys()]
+        if "name" in case.path_parameters:  # of a checkpoint or of an export
+            candidates = [path for path in candidates if path["kind"] in case.operation.path]
         if candidates:
             case.path_parameters |= {name: candidates[place % len(candidates)][name] for name in case.path_parameters}
 
@@ -64,12 +67,12 @@ class Known:
         if response.status_code == 201 and case.operation.path == "/v1/jobs":
             self.paths.append({"job_id": response.json()["id"]})
         if response.status_code == 204:
-            self.paths = [path for path in self.paths if path["job_id"] != case.path_parameters["job_id"]]
+            self.paths = [path for path in self.paths if not case.path_parameters.items() <= path.items()]
 
 
 @pytest.fixture
-def known(world: World) -> Known:
-    """A job in each state: over, cancelled, waiting, and one that runs and has a checkpoint with files."""
+def known(client: TestClient, world: World) -> Known:
+    """A comparison, and a job in each state: over, cancelled, waiting, and one that runs and has files to download."""
     over, rank = world.start(name="over")
     rank.train(1, 2, 3, 4)
     rank.succeed()
@@ -78,11 +81,18 @@ def known(world: World) -> Known:
     world.dispatch()
     runs, rank = world.start(name="runs")
     saved = write_checkpoint(world, runs)
-    rank.send(step(1), step(2), saved)
+    exported = write_export(world, runs)
+    rank.send(step(1), step(2), saved, exported)
     waits = world.submit(name="waits", workers=2)
     paths: list[dict[str, str]] = [{"job_id": job_id} for job_id in (over, cancelled, waits)]
-    paths += [{"job_id": runs, "name": saved.name, "path": path} for path in ("state.json", "manifest.json")]
-    return Known(rank, world.spec.model_dump(mode="json"), paths)
+    of_checkpoint = {"job_id": runs, "kind": "checkpoints", "name": saved.name}
+    of_export = {"job_id": runs, "kind": "exports", "name": exported.name}
+    paths += [of_checkpoint | {"path": path} for path in ("state.json", "manifest.json")]
+    paths += [of_export | {"path": path} for path in ("config.json", "manifest.json")]
+    spec_document = world.spec.model_dump(mode="json")
+    compared = client.post("/v1/comparisons", json={"job": spec_document, "levels": ["fp32", "O2"], "seeds": 2})
+    paths.append({"comparison_id": compared.json()["id"]})
+    return Known(rank, spec_document, paths)
 
 
 @pytest.mark.system

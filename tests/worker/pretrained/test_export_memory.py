@@ -77,7 +77,8 @@ def test_a_checkpoint_is_exported_without_a_copy_in_fp32(tmp_path: Path, spec_do
     checkpoint = tmp_path / "checkpoints" / recorder.checkpoints()[0].name
     out = tmp_path / "out"
     state = load_folder(checkpoint)  # mapped from the checkpoint's files
-    options = Namespace(merge=False, format="fp32", plain_dtype="bf16", strategy=None, out=out)
+    formats = {"format": "fp32", "plain_dtype": "bf16", "layout": "compressed-tensors", "activations": "none"}
+    options = Namespace(**formats, merge=False, strategy=None, out=out)
     peak = peak_bytes(lambda: export_model(state, options))
     model = of_checkpoint(state)
     assert isinstance(model, Llama)
