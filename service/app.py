@@ -92,10 +92,13 @@ def create_app(
     app.state.streams = streams
     app.state.ingest = ingest
     app.router.routes.append(route_to(ingest))
-    for part in (rows, stream, jobs, comparisons, plans, records, curves, exports, files, catalog, operations, prometheus):
+    parts_with_keys = (rows, stream, jobs, comparisons, plans, records, curves, exports, files, catalog, operations, prometheus)
+    for part in parts_with_keys:
         app.include_router(part.router, dependencies=[require_api_key], responses=answers(401))
     app.include_router(operations.health)
     app.include_router(reference.router)
+    routers = [*(part.router for part in parts_with_keys), operations.health, reference.router]
+    app.state.routes = [route for router in routers for route in router.routes]
     page.mount(app.router)
     install(app)
     _add_middleware(app, settings, ingest, telemetry)

@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from octet.api_schemas import Contract, Problem, explain_details
 from octet.api_schemas.problem import CONTENT_TYPE
@@ -99,10 +100,23 @@ def _http(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         response = render(MethodNotAllowed(f"{request.method} is not possible on {request.url.path}"), request.url.path)
         response.headers.update(error.headers or {})
+        response.headers.update({"Allow": ", ".join(methods)} if (methods := _methods_of(request)) else {})
         return response
     # FastAPI keeps the reason there; what follows a semicolon is Python's advice to its programmers.
     reason = error.detail if error.__cause__ is None else f"{error.detail}: {error.__cause__}".partition(";")[0]
     return render(InvalidJson(f"the request cannot be read: {reason}"), request.url.path)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Return the methods that the path has, none for a part with errors of its own. Starlette knows those of one route alone.
+
+    Of several paths the one with the fewest parameters is meant: `/v1/jobs/validate` is no id.
+    """
+    routes: Sequence[Route] = request.app.state.routes
+    matches = [(route, route.path_regex.match(request.url.path)) for route in routes]
+    found = [(len(match.groupdict()), route.methods or ()) for route, match in matches if match]
+    fewest = min((number for number, _ in found), default=0)
+    return sorted({method for number, methods in found if number == fewest for method in methods if method != "HEAD"})
 
 
 def _database_away(request: Request, error: Exception) -> Response:

@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
+
+from fastapi.testclient import TestClient
 
 SNAPSHOT = Path(__file__).with_name("openapi.json")
 
@@ -36,3 +39,11 @@ def test_nothing_is_referred_to_that_is_not_there(openapi_document: dict[str, An
 
     schemas = {f"#/components/schemas/{name}" for name in openapi_document["components"]["schemas"]}
     assert references(openapi_document) <= schemas
+
+
+def test_another_method_is_answered_with_those_that_the_document_has(
+    client: TestClient, openapi_document: dict[str, Any]
+) -> None:
+    for path, operations in openapi_document["paths"].items():
+        answer = client.options(re.sub(r"\{\w+\}", "x", path))
+        assert (answer.status_code, answer.headers["allow"]) == (405, ", ".join(sorted(map(str.upper, operations)))), path
