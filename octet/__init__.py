@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         initialize,
         keep_activations_in_fp8,
         keep_residual_in_bf16,
+        load_checkpoint,
         load_pretrained,
         memory_report,
         offload_optimizer,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         plain_state_dict,
         prepare_trainer,
         release_gradients,
+        save_checkpoint,
     )
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "initialize",
     "keep_activations_in_fp8",
     "keep_residual_in_bf16",
+    "load_checkpoint",
     "load_pretrained",
     "memory_report",
     "offload_optimizer",
@@ -53,6 +56,7 @@ __all__ = [
     "plain_state_dict",
     "prepare_trainer",
     "release_gradients",
+    "save_checkpoint",
 ]
 
 _HOME = {name: "octet.client" if name == "Client" else "octet.worker" for name in __all__}

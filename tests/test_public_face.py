@@ -21,6 +21,7 @@ def test_the_public_names() -> None:
         "initialize",
         "keep_activations_in_fp8",
         "keep_residual_in_bf16",
+        "load_checkpoint",
         "load_pretrained",
         "memory_report",
         "offload_optimizer",
@@ -28,6 +29,7 @@ def test_the_public_names() -> None:
         "plain_state_dict",
         "prepare_trainer",
         "release_gradients",
+        "save_checkpoint",
     ]
     assert dir(octet) == octet.__all__
 

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octet.worker.fp8.stored import exact_state_dict
-    from octet.worker.integrations import OctetArguments, carry_model_state, prepare_trainer
+    from octet.worker.integrations import (
+        OctetArguments,
+        carry_model_state,
+        load_checkpoint,
+        prepare_trainer,
+        save_checkpoint,
+    )
     from octet.worker.metrics.memory import memory_report
     from octet.worker.optim.average import AveragedModel
     from octet.worker.optim.offload import offload_optimizer
@@ -40,6 +46,7 @@ __all__ = [
     "initialize",
     "keep_activations_in_fp8",
     "keep_residual_in_bf16",
+    "load_checkpoint",
     "load_pretrained",
     "memory_report",
     "offload_optimizer",
@@ -47,6 +54,7 @@ __all__ = [
     "plain_state_dict",
     "prepare_trainer",
     "release_gradients",
+    "save_checkpoint",
 ]
 
 _HOME = {
@@ -62,6 +70,7 @@ _HOME = {
     "initialize": "octet.worker.prepare.initialize",
     "keep_activations_in_fp8": "octet.worker.prepare.saved_activations",
     "keep_residual_in_bf16": "octet.worker.prepare.residual_stream",
+    "load_checkpoint": "octet.worker.integrations",
     "load_pretrained": "octet.worker.pretrained",
     "memory_report": "octet.worker.metrics.memory",
     "offload_optimizer": "octet.worker.optim.offload",
@@ -69,6 +78,7 @@ _HOME = {
     "plain_state_dict": "octet.worker.prepare.export_state_dict",
     "prepare_trainer": "octet.worker.integrations",
     "release_gradients": "octet.worker.optim.release",
+    "save_checkpoint": "octet.worker.integrations",
 }
 
 

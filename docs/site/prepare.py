@@ -47,7 +47,7 @@ LIBRARY = {
         "offload_optimizer",
         "compile_blocks",
     ),
-    "Models in and out": ("load_pretrained", "export", "AveragedModel"),
+    "Models in and out": ("load_pretrained", "export", "save_checkpoint", "load_checkpoint", "AveragedModel"),
     "Other people's loops": ("OctetArguments", "prepare_trainer", "carry_model_state"),
     "The client of a service": ("Client",),
 }

@@ -7,7 +7,8 @@ rank never holds more than its own share and the largest parameter in fp32. The 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,41 @@ class Values(Protocol):
 
     def skip(self, parameter: Unfilled) -> None:
         """Pass over a parameter that this rank does not hold."""
+
+
+def unfilled_parameters(model: nn.Module) -> list[Unfilled]:
+    """List the parameters of a whole model in its order, ties once."""
+    names_of: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    return [Unfilled(tuple(names), parameter.shape) for parameter, names in names_of.items()]
+
+
+_LATER: WeakKeyDictionary[nn.Module, Values] = WeakKeyDictionary()
+"""The values of models that `parallelize` divides first."""
+
+
+def fill_later(model: nn.Module, values: Values) -> None:
+    """Keep a model's values for `parallelize`. Until then its forward pass and its state dict raise RuntimeError."""
+    _LATER[model] = values
+
+    def refuse(module: nn.Module, *_: Any) -> NoReturn:
+        raise RuntimeError(
+            "the model has no values yet: load_pretrained was called with by_shard=True. Call octet.parallelize(model, "
+            "optimizer, …), by which each rank reads its share."
+        )
+
+    handles = (model.register_forward_pre_hook(refuse), model.register_state_dict_pre_hook(refuse))
+    model._octet_refusals = handles  # type: ignore[assignment]
+
+
+def values_for(model: nn.Module) -> Values | None:
+    """Return what `fill_later` has kept for a model, once, and let the model be used; None for others."""
+    values = _LATER.pop(model, None)
+    if values is not None:
+        for handle in model.__dict__.pop("_octet_refusals"):
+            handle.remove()
+    return values
 
 
 class DoesNotFit(MemoryError):

@@ -23,8 +23,10 @@ from torch import nn
 
 from octet.api_schemas.layout import WideDtype
 from octet.worker.mesh import Axes
+from octet.worker.optim import LowBitOptimizer
 from octet.worker.parallel.data_parallel import broadcast_parameters
 from octet.worker.parallel.loop import ParallelLoop
+from octet.worker.parallel.materialize import materialize, values_for
 from octet.worker.parallel.options import with_defaults
 from octet.worker.parallel.parallel import WIDE_DTYPES
 from octet.worker.parallel.strategies import DEGREES, DivisionOptions, divide
@@ -42,7 +44,8 @@ def parallelize(
 ) -> ParallelLoop:
     """Train a model, converted by `initialize` or not, on all ranks of a process group; all ranks call it together.
 
-    Call it after `initialize`, with the model on its device; the ranks then start from the first rank's parameters. After a
+    Call it after `initialize`, with the model on its device; the ranks then start from the first rank's parameters. After
+    `load_pretrained(…, by_shard=True)` each rank reads its share of the model now, and no rank ever holds the whole. After a
     backward pass outside `no_sync`, gradients are means over the ranks. In training each rank draws numbers of its own inside
     the model's forward pass, for dropout.
 
@@ -80,19 +83,15 @@ def parallelize(
     if wide_communication not in WIDE_DTYPES:
         allowed = ", ".join(WIDE_DTYPES)
         raise ValueError(f"wide_communication is {wide_communication!r}; allowed: {allowed}. Use one of these.")
-    is_ready = dist.is_available() and dist.is_initialized()
-    if not is_ready and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and there is no process group; allowed: one that is initialized. Call "
-            "torch.distributed.init_process_group() before initialize and parallelize."
-        )
+    _require_group()
     given = with_defaults(options, zero_stage)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     degrees: dict[str, int] = {name: given.get(name, 1) for name in DEGREES}  # type: ignore[misc]  # all are numbers
     axes = Axes.of_group(device, group, **degrees)
-    broadcast_parameters(model, axes.world)
-    _broadcast_masters(optimizer, axes)
-    return ParallelLoop(
+    values = values_for(model)
+    if values is None:
+        _start_alike(model, optimizer, axes)
+    parallel = ParallelLoop(
         model,
         optimizer,
         axes,
@@ -101,10 +100,25 @@ def parallelize(
         wide_dtype=WIDE_DTYPES[wide_communication],
         parts=divide(model, optimizer, axes, plan=plan, sequence=given["sequence"], blocks=given.get("blocks")),
     )
+    if values is not None:
+        assert isinstance(optimizer, LowBitOptimizer)  # `load_pretrained` has checked it
+        materialize(model, optimizer, parallel, values, axes.replicas)
+    return parallel
 
 
-def _broadcast_masters(optimizer: torch.optim.Optimizer, axes: Axes) -> None:
-    """Give every rank the first rank's master weights, which its codes are rounded from."""
+def _require_group() -> None:
+    """Raise ValueError for a rank of torchrun without a process group, which would train alone."""
+    is_ready = dist.is_available() and dist.is_initialized()
+    if not is_ready and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and there is no process group; allowed: one that is initialized. Call "
+            "torch.distributed.init_process_group() before initialize and parallelize."
+        )
+
+
+def _start_alike(model: nn.Module, optimizer: torch.optim.Optimizer, axes: Axes) -> None:
+    """Give every rank the first rank's parameters, and the master weights that its codes are rounded from."""
+    broadcast_parameters(model, axes.world)
     for state in optimizer.state.values():
         for master in state.get("master_weights", {}).values():
             axes.world.broadcast_(master)

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octet.api_schemas import SpecConflict
+from octet.worker.common.deferred import defer_parameters
 from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.models.meta import parameters_on_meta
 from octet.worker.optim import LowBitOptimizer
+from octet.worker.parallel.materialize import Unfilled, fill_later, unfilled_parameters
 from octet.worker.prepare.convert import share_rounding
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.options import read_options
@@ -37,19 +39,21 @@ def load_pretrained(
     make_optimizer: MakeOptimizer | None = None,
     device: str | torch.device = "cpu",
     seed: int = 0,
-    tokens: int | None = None,
+    by_shard: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Return a model at a level with the values of a checkpoint folder, and its optimizer, as `initialize` does.
 
     folder: `config.json` and safetensors, plain or FP8 in the forms of `api_schemas/models/weight_files.py`. build: makes the
     model; by default transformers makes it in fp32 from `config.json`. make_optimizer: given the model, whose parameters are
-    still on `meta`, makes an optimizer that has not stepped. The rest: as for `initialize`.
+    still without values, makes an optimizer that has not stepped. The rest: as for `initialize`.
     At its peak this holds what the level holds and the layer that is being read; files are mapped into memory, not read as a
     whole.
+    by_shard: read nothing yet. `octet.parallelize`, which has to follow, divides the model, and then each rank reads its share,
+    one parameter at a time. The bits are those of a model that was read whole.
 
     Raises ValueError for what `initialize` refuses, and, before anything is read, for tensors that are missing or have another
-    shape.
+    shape; with by_shard also without an optimizer of ours, and at level ao, which converts layers that have their values.
     """
     try:
         files = PretrainedFiles(Path(folder))
@@ -57,15 +61,29 @@ def load_pretrained(
         raise conflict.moved_to("folder") from None
     with parameters_on_meta():
         model = _from_transformers(files) if build is None else build()
+    tokens = options.pop("tokens", None)
     precision = read_options(opt_level, options)
     unstack_experts(model, precision)
-    optimizer = None if make_optimizer is None else make_optimizer(model)
     try:
         source = FileSource(files, model, torch.device(device))
     except SpecConflict as conflict:
         raise conflict.moved_to("folder") from None
+    values = ReadValues(source, model) if by_shard else None
+    if values is not None and precision.storage.engine == "torchao":
+        raise ValueError(
+            "by_shard is True at level ao; allowed: other levels. Leave by_shard out: each rank reads the whole model."
+        )
+    optimizer = None if make_optimizer is None else make_optimizer(model)
     prepared = prepare(model, optimizer, precision, seed=seed, tokens=tokens, source=source)
-    source.make_masters(prepared.model, prepared.optimizer)
+    if values is None:
+        source.make_masters(prepared.model, prepared.optimizer)
+    elif isinstance(prepared.optimizer, LowBitOptimizer):
+        fill_later(prepared.model, values)
+    else:
+        raise ValueError(
+            f"by_shard is True and the optimizer is {type(prepared.optimizer).__name__}; allowed: one that initialize takes "
+            "over, as AdamW. Give make_optimizer, or leave by_shard out."
+        )
     if dist.is_available() and dist.is_initialized():
         share_rounding(prepared.model, dist.get_rank(), dist.get_world_size())
     return prepared.model, prepared.optimizer
@@ -211,6 +229,26 @@ class FileSource:
                 got = f"{self.files.folder}, where {names[0]} and {other} have different values"
                 allowed = "the same values, because config.json ties them to one parameter"
                 raise SpecConflict("model.path", got, allowed, "Set tie_word_embeddings to false in config.json.")
+
+
+class ReadValues:
+    """Reads the values of a model from a folder, one tensor at a time. Nothing is read of what a rank does not hold."""
+
+    def __init__(self, source: FileSource, model: nn.Module) -> None:
+        """model: that of the source, on `meta`; its parameters are on the device afterwards, without memory."""
+        self.source, self.unfilled = source, unfilled_parameters(model)
+        defer_parameters(model, source.device)
+
+    def read(self, parameter: Unfilled) -> Tensor:
+        """Return a parameter's whole values, in the dtype of the file or decoded from FP8."""
+        return self.source.values(parameter.names)
+
+    def scale_of(self, parameter: Unfilled) -> Tensor | None:
+        """Return the scale of a parameter that is E4M3 codes of the kind that levels hold; None for others."""
+        return self.source.scale_of(parameter.names)
+
+    def skip(self, parameter: Unfilled) -> None:
+        """Read nothing."""
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -24,8 +24,8 @@ from octet.worker.parallel import Parallel
 from octet.worker.parallel.materialize import Values, materialize
 from octet.worker.prepare.convert import WeightSource
 from octet.worker.pretrained.files import PretrainedFiles
-from octet.worker.pretrained.load import FileSource
-from octet.worker.pretrained.values import DrawnValues, ReadValues, change_start
+from octet.worker.pretrained.load import FileSource, ReadValues
+from octet.worker.pretrained.values import DrawnValues, change_start
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The values of a model that is divided before it has any: drawn as its class draws them, or read from a folder.
+"""The values of a model that is divided before it has any, drawn as its class draws them. `load.py` reads those of a folder.
 
 A model is built on `meta`, its parameters then stand on their device without memory (`common/deferred.py`). It is converted and
 divided like this, and `worker/parallel/materialize.py` reads one whole parameter after another.
@@ -11,16 +11,7 @@ from octet.worker.common.deferred import defer_parameters
 from octet.worker.data.order import seed_of
 from octet.worker.models import TrainedModel
 from octet.worker.models.initial import Initial, draw, skip
-from octet.worker.parallel.materialize import Unfilled
-from octet.worker.pretrained.load import FileSource
-
-
-def unfilled_parameters(model: nn.Module) -> list[Unfilled]:
-    """List the parameters of a whole model in its order, ties once."""
-    names_of: dict[Tensor, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(parameter, []).append(name)
-    return [Unfilled(tuple(names), parameter.shape) for parameter, names in names_of.items()]
+from octet.worker.parallel.materialize import Unfilled, unfilled_parameters
 
 
 @torch.no_grad()
@@ -77,26 +68,6 @@ class DrawnValues:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(self.device)
-
-
-class ReadValues:
-    """Reads the values of a model from a folder, one tensor at a time. Nothing is read of what a rank does not hold."""
-
-    def __init__(self, source: FileSource, model: TrainedModel) -> None:
-        """model: that of the source, on `meta`; its parameters are on the device afterwards, without memory."""
-        self.source, self.unfilled = source, unfilled_parameters(model)
-        defer_parameters(model, source.device)
-
-    def read(self, parameter: Unfilled) -> Tensor:
-        """Return a parameter's whole values, in the dtype of the file or decoded from FP8."""
-        return self.source.values(parameter.names)
-
-    def scale_of(self, parameter: Unfilled) -> Tensor | None:
-        """Return the scale of a parameter that is E4M3 codes of the kind that levels hold; None for others."""
-        return self.source.scale_of(parameter.names)
-
-    def skip(self, parameter: Unfilled) -> None:
-        """Read nothing."""
 
 
 def _initial(model: TrainedModel, parameter: Unfilled) -> Initial:

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from octet.api_schemas import Layout
 from octet.worker import initialize, kernels
+from octet.worker.checkpoint.random_state import random_state, set_random_state
 from octet.worker.common.config import RankEnv
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.mesh import Axis, Mesh
 from octet.worker.parallel import GradientBuckets, broadcast_parameters
-from octet.worker.train.resume import random_state, set_random_state
 from tests.kit.ports import free_port
 from tests.kit.ranks import run_ranks, saved_by_ranks
 
