@@ -9,6 +9,7 @@ import yaml
 
 from octet.client.job_file import check_spec
 from tests.docs.blocks import DOCUMENTS, blocks
+from tests.kit.pretrained_models import their_llama
 
 EXECUTED = ("docs/own-loop.md", "docs/coming-from.md")
 
@@ -20,7 +21,9 @@ def test_the_python_blocks_of_a_page_run_in_order(document: str, tmp_path: Path)
 
     torch.manual_seed(0)
     batch = torch.randn(32, 64)
+    their_llama().save_pretrained(tmp_path / "llama")  # type: ignore[operator]  # of transformers
     names: dict[str, Any] = {"batches": [(batch, batch)] * 3, "checkpoint": tmp_path / "model.pt"}
+    names |= {"folder": tmp_path / "llama", "run": tmp_path / "run"}
     for block in blocks(document, "python"):
         exec(compile(block, document, "exec"), names)
     assert names["model"].octet_report.converted
