@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sqlalchemy import Connection, Table, delete, inspect, select
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import DatabaseError, IntegrityError
 
 from octet.service.db.bulk import Rows
 from octet.service.db.engine import Database
@@ -35,6 +35,8 @@ def back_up(database: Database, path: Path) -> int:
         raise FileNotFoundError(f"there is no database {database.path}. Name the server's folder with --data-dir.")
     if path.exists():
         raise FileExistsError(f"{path} exists. Name a file that does not exist yet, or move it away.")
+    if not path.resolve().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.resolve().parent}. Make it, or name a file in one that exists.")
     with tempfile.TemporaryDirectory(dir=path.resolve().parent, prefix=f".{path.name}-") as folder:
         partial = Path(folder, "octet.db")
         with _closing(Database(f"sqlite:///{partial}")) as copy, database.read() as session:
@@ -45,7 +47,7 @@ def back_up(database: Database, path: Path) -> int:
                 num_rows = _copy_rows(source, target)
         partial.chmod(0o600)
         _flush(partial)
-        os.link(partial, path)  # unlike a rename, it refuses a file that somebody has written meanwhile
+        partial.rename(path)
         _flush(path.resolve().parent)
     return num_rows
 
@@ -53,8 +55,8 @@ def back_up(database: Database, path: Path) -> int:
 def restore(path: Path, database: Database) -> int:
     """Fill a database that has no rows from a backup of this version or an older one. Returns the number of rows.
 
-    All rows are there at the end, or none. Raises ValueError if the file is no backup or the database has rows, OSError if
-    the file cannot be read, and NewerSchema, a RuntimeError, for a backup of a newer version.
+    All rows are there at the end, or none. Raises ValueError if the file is no backup or damaged, or the database has rows,
+    OSError if the file cannot be read, and NewerSchema, a RuntimeError, for a backup of a newer version.
     """
     with tempfile.TemporaryDirectory(prefix="octet-restore-") as folder:
         # The migrations change a backup of an older version, so they get a copy of it.
@@ -63,9 +65,12 @@ def restore(path: Path, database: Database) -> int:
             _require_backup(backup, path)
             backup.migrate()
             database.migrate()
-            with backup.read() as session, database.write_rows() as target:
-                _require_empty(target, database.name)
-                return _copy_rows(session.connection(), target)
+            try:
+                with backup.read() as session, database.write_rows() as target:
+                    _require_empty(target, database.name)
+                    return _copy_rows(session.connection(), target)
+            except IntegrityError as error:
+                raise ValueError(f"{path} is damaged: {error.orig}. Nothing was restored; use another backup.") from error
 
 
 def _copy_rows(source: Connection, target: Connection) -> int:

@@ -141,6 +141,11 @@ def test_a_folder_without_a_database_is_named_and_stays_empty(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_is_not_there_is_named(database: Database, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*/none. Make it"):
+        back_up(database, tmp_path / "none" / "copy.db")
+
+
 def test_a_database_that_has_rows_keeps_them(world: World, tmp_path: Path) -> None:
     world.submit()
     back_up(world.database, tmp_path / "copy.db")
@@ -167,7 +172,7 @@ def test_a_damaged_backup_fills_nothing(world: World, emptied: Database, tmp_pat
     with sqlite3.connect(tmp_path / "copy.db") as damaged:
         damaged.execute("UPDATE attempts SET job_id = 'job_00000000000000000000000000'")
     damaged.close()
-    with pytest.raises(Exception, match=r"(?i)foreign key"):
+    with pytest.raises(ValueError, match=r"(?is)copy.db is damaged: .*foreign key.* Nothing was restored"):
         restore(tmp_path / "copy.db", emptied)
     assert not any(rows for name, rows in rows_of(emptied).items() if name != "tallies")
 

@@ -105,6 +105,14 @@ class Axis:
         self.count_sent("gather", own_S.dtype, own_S.nbytes * (self.size - 1))
         return Pending(gathered_RS, work, own_S, call)
 
+    def gather_texts(self, text: str) -> list[str]:
+        """Return every rank's text, by rank. All ranks call it together."""
+        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.device)
+        length = int(self.max_(torch.tensor(float(own.numel()), dtype=torch.float64, device=self.device)))
+        padded = torch.full((length,), ord(" "), dtype=torch.uint8, device=self.device)
+        padded[: own.numel()] = own
+        return [bytes(row.tolist()).decode() for row in self.start_gather(padded).wait().cpu()]
+
     def sum_shares(self, parts_RS: Tensor) -> Tensor:
         """Add up all ranks' parts of this rank's share: (S), in the dtype of the parts. All ranks call it together.
 

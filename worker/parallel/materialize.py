@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from octet.worker.common.deferred import allocate, is_deferred
 from octet.worker.fp8.convert import ConversionReport
@@ -59,31 +60,35 @@ def unfilled_parameters(model: nn.Module) -> list[Unfilled]:
     return [Unfilled(tuple(names), parameter.shape) for parameter, names in names_of.items()]
 
 
-_LATER: WeakKeyDictionary[nn.Module, Values] = WeakKeyDictionary()
-"""The values of models that `parallelize` divides first."""
+_LATER: WeakKeyDictionary[nn.Module, tuple[Values, list[RemovableHandle]]] = WeakKeyDictionary()
+"""The values of models that `parallelize` divides first, and the hooks that refuse their use until then."""
 
 
 def fill_later(model: nn.Module, values: Values) -> None:
     """Keep a model's values for `parallelize`. Until then its forward pass and its state dict raise RuntimeError."""
-    _LATER[model] = values
 
-    def refuse(module: nn.Module, *_: Any) -> NoReturn:
+    def refuse(*_: Any) -> NoReturn:
         raise RuntimeError(
             "the model has no values yet: load_pretrained was called with by_shard=True. Call octet.parallelize(model, "
             "optimizer, …), by which each rank reads its share."
         )
 
-    handles = (model.register_forward_pre_hook(refuse), model.register_state_dict_pre_hook(refuse))
-    model._octet_refusals = handles  # type: ignore[assignment]
+    _LATER[model] = values, [model.register_forward_pre_hook(refuse), model.register_state_dict_pre_hook(refuse)]
 
 
-def values_for(model: nn.Module) -> Values | None:
-    """Return what `fill_later` has kept for a model, once, and let the model be used; None for others."""
-    values = _LATER.pop(model, None)
-    if values is not None:
-        for handle in model.__dict__.pop("_octet_refusals"):
-            handle.remove()
-    return values
+def waits_for_values(model: nn.Module) -> bool:
+    """Return True for a model that `fill_later` has got and `fill_now` has not."""
+    return model in _LATER
+
+
+def fill_now(parallel: Parallel) -> None:
+    """Give each rank its share of the values that `fill_later` has kept, and let the model be used. Raises DoesNotFit."""
+    values, refusals = _LATER[parallel.model]
+    assert isinstance(parallel.optimizer, LowBitOptimizer)  # `load_pretrained` has checked it
+    materialize(parallel.model, parallel.optimizer, parallel, values, parallel.replicas)
+    del _LATER[parallel.model]
+    for refusal in refusals:
+        refusal.remove()
 
 
 class DoesNotFit(MemoryError):

@@ -23,10 +23,9 @@ from torch import nn
 
 from octet.api_schemas.layout import WideDtype
 from octet.worker.mesh import Axes
-from octet.worker.optim import LowBitOptimizer
 from octet.worker.parallel.data_parallel import broadcast_parameters
 from octet.worker.parallel.loop import ParallelLoop
-from octet.worker.parallel.materialize import materialize, values_for
+from octet.worker.parallel.materialize import fill_now, waits_for_values
 from octet.worker.parallel.options import with_defaults
 from octet.worker.parallel.parallel import WIDE_DTYPES
 from octet.worker.parallel.strategies import DEGREES, DivisionOptions, divide
@@ -88,8 +87,8 @@ def parallelize(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     degrees: dict[str, int] = {name: given.get(name, 1) for name in DEGREES}  # type: ignore[misc]  # all are numbers
     axes = Axes.of_group(device, group, **degrees)
-    values = values_for(model)
-    if values is None:
+    is_filled = not waits_for_values(model)
+    if is_filled:
         _start_alike(model, optimizer, axes)
     parallel = ParallelLoop(
         model,
@@ -100,9 +99,8 @@ def parallelize(
         wide_dtype=WIDE_DTYPES[wide_communication],
         parts=divide(model, optimizer, axes, plan=plan, sequence=given["sequence"], blocks=given.get("blocks")),
     )
-    if values is not None:
-        assert isinstance(optimizer, LowBitOptimizer)  # `load_pretrained` has checked it
-        materialize(model, optimizer, parallel, values, axes.replicas)
+    if not is_filled:
+        fill_now(parallel)
     return parallel
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from octet import load_checkpoint, load_pretrained, memory_report, parallelize, plain_state_dict, save_checkpoint
+from octet.worker.checkpoint import BadCheckpoint
 from octet.worker.fp8 import weights
 from octet.worker.parallel import Parallel
 from tests.kit.live_storages import LiveStorages
@@ -76,6 +77,12 @@ def on_ranks(rank: int, port: int, folder: str) -> None:
             again = start(Path(folder, "model"), level, by_shard=True, **LAYOUTS[name])
             loaded = load_checkpoint(again, Path(folder, f"{level} {saved}"))
             found[f"{level} {saved} in {name}"] = {"loaded": loaded, "third": values_after(again, 1)}
+    for name in ("zero 0", "zero 3"):
+        parallel = start(Path(folder, "model"), "O2", by_shard=True, zero_stage=int(name[-1]))
+        try:
+            save_checkpoint(parallel, Path(folder, "model", "config.json"), 1)
+        except OSError as error:
+            found[f"no folder, {name}"] = str(error)
     torch.save(found, Path(folder, f"{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
@@ -86,7 +93,9 @@ def test_a_folder_is_read_by_shard_and_goes_on_in_any_layout(tmp_path: Path) -> 
     model: Any = their_llama()
     model.save_pretrained(tmp_path / "model")
     run_ranks(on_ranks, (free_port(), str(tmp_path)), 2)
-    for found in saved_by_ranks(tmp_path, 2):
+    for rank, found in enumerate(saved_by_ranks(tmp_path, 2)):
+        assert ("another rank could not write" in found["no folder, zero 0"]) == (rank == 1)
+        assert "config.json" in found["no folder, zero 3"] + found["no folder, zero 0"]
         for level in LEVELS:
             for name in LAYOUTS:
                 run = found[f"{level} {name}"]
@@ -111,21 +120,37 @@ def test_one_process_reads_and_saves_in_the_same_way(tmp_path: Path) -> None:
     assert all(torch.equal(value, found[name]) for name, value in whole.items())
     assert load_checkpoint(parallel, tmp_path / "run") is None
     save_checkpoint(parallel, tmp_path / "run", 1)
+    step(parallel)
     save_checkpoint(parallel, tmp_path / "run", 2, {"position": 8})
     expected = values_after(parallel, 1)
     (tmp_path / "run" / "step_0000000002" / "tensors.safetensors").write_bytes(b"damaged")
     again = start(tmp_path / "model", "O2", by_shard=True)
     with pytest.warns(UserWarning, match="step_0000000002/tensors.safetensors differs from its manifest"):
         assert load_checkpoint(again, tmp_path / "run") == (1, {})
-    assert all(torch.equal(value, values_after(again, 1)[name]) for name, value in expected.items() if name == "lm_head.weight")
+    values_after(again, 1)
+    continued = values_after(again, 1)
+    assert all(torch.equal(value, continued[name]) for name, value in expected.items())
+    (tmp_path / "run" / "step_0000000001" / "state.json").write_text("damaged")
+    with (
+        pytest.warns(UserWarning, match="trying the checkpoint before"),
+        pytest.raises(BadCheckpoint, match=r"no checkpoint in .* can be read, the newest because step_0000000002/tensors"),
+    ):
+        load_checkpoint(again, tmp_path / "run")
 
 
 def test_a_model_without_values_says_so(tmp_path: Path) -> None:
     their_llama().save_pretrained(tmp_path)  # type: ignore[operator]  # of transformers
-    model, _ = load_pretrained(tmp_path, "O2", make_optimizer=adamw, by_shard=True)
+    model, optimizer = load_pretrained(tmp_path, "O2", make_optimizer=adamw, by_shard=True)
     for use in (lambda: logits_of(model), model.state_dict):
         with pytest.raises(RuntimeError, match=r"no values yet: .* Call octet\.parallelize"):
             use()
+    assert optimizer is not None
+    with pytest.raises(ValueError, match="zero_stage"):
+        parallelize(model, optimizer, zero_stage=7)
+    with pytest.raises(RuntimeError, match="no values yet"):
+        logits_of(model)
+    parallelize(model, optimizer)
+    assert logits_of(model).isfinite().all()
     with pytest.raises(
         ValueError, match="by_shard is True and the optimizer is NoneType; allowed: one that initialize takes over"
     ):

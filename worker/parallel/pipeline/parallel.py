@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from octet.worker.common.wrap import wrappers_of
 from octet.worker.fp8.convert import ConversionReport
-from octet.worker.mesh import Axes, Axis, Cut, SavedStates, TensorInPieces
+from octet.worker.mesh import Axes, Cut, SavedStates, TensorInPieces
 from octet.worker.optim import LowBitOptimizer
 from octet.worker.optim.sharding import check_unused
 from octet.worker.parallel.pipeline.split import FamilySplit, split_of
@@ -108,7 +108,7 @@ class PipelinedModel(DividedModel):
             "state": {numbers[number]: self._in_pieces(state) for number, state in optimizer_state["state"].items()},
         }
         whole: dict[str, dict[Any, Any]] = {"model": {}, "state": {}}
-        for described in _gather_text(self.stages.pipeline, json.dumps(_described(own))):
+        for described in self.stages.pipeline.gather_texts(json.dumps(_described(own))):
             for kind, held in _read(json.loads(described)).items():
                 whole[kind] |= held
         for kind, held in own.items():
@@ -189,12 +189,3 @@ def _read(described: Any) -> Any:
             torch.empty(0), tuple(shape), tuple((first, length) for first, length in places), stride, cut, first_rank
         )
     return {key: _read(item) for key, item in content} if kind == "dict" else content
-
-
-def _gather_text(axis: Axis, text: str) -> list[str]:
-    """Return every rank's text, by rank. All ranks call it together."""
-    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(axis.device)
-    length = int(axis.max_(torch.tensor(float(own.numel()), dtype=torch.float64, device=axis.device)))
-    padded = torch.full((length,), ord(" "), dtype=torch.uint8, device=axis.device)
-    padded[: own.numel()] = own
-    return [bytes(row.tolist()).decode() for row in axis.start_gather(padded).wait().cpu()]
