@@ -20,11 +20,11 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from octet.worker.metrics.memory import memory_report
-    from octet.worker.optim.average import AveragedModel
     from octet.worker.optim.offload import offload_optimizer
     from octet.worker.optim.release import release_gradients
     from octet.worker.parallel.parallelize import parallelize
     from octet.worker.prepare.attach_health import follow_optimizer, fp8_statistics
+    from octet.worker.prepare.average import AveragedModel
     from octet.worker.prepare.blocks import compile_blocks
     from octet.worker.prepare.export_state_dict import plain_state_dict
     from octet.worker.prepare.initialize import initialize
@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "AveragedModel": "octet.worker.optim.average",
+    "AveragedModel": "octet.worker.prepare.average",
     "OctetArguments": "octet.worker.integrations",
     "carry_model_state": "octet.worker.integrations",
     "compile_blocks": "octet.worker.prepare.blocks",

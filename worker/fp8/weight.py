@@ -693,7 +693,7 @@ def _decoded(codes: Tensor, dequant_scale: Tensor, residual: Tensor | None) -> T
     if codes.numel() and 0 in codes.stride() and codes.numel() > 1 and codes.untyped_storage().nbytes() < codes.nbytes:
         raise ValueError(
             f"a weight of shape {tuple(codes.shape)} is divided over the ranks (ZeRO stage 3) and not gathered now; allowed: "
-            "reading it inside of its block's passes, model.state_dict() or octet.plain_state_dict(model, optimizer), called "
+            "reading it inside of its block's passes, model.state_dict() or octet.plain_state_dict(model), called "
             "by all ranks together."
         )
     if codes.numel() and codes.untyped_storage().nbytes() == 0:

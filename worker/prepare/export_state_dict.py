@@ -16,14 +16,11 @@ from octet.worker.fp8.stored import make_plain
 from octet.worker.fp8.weight import Float8Weight
 
 
-def plain_state_dict(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
+def plain_state_dict(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The state dict that the model would have without `initialize`: weights are values.
 
-    Where ranks divide the model (`parallelize`), all ranks call it together, and each gets the whole. optimizer: not needed
-    any more, since a weight knows its master; accepted for callers of before. dtype: of the weights that are held as codes,
-    which are new tensors; what is held as values keeps its dtype.
+    Where ranks divide the model (`parallelize`), all ranks call it together, and each gets the whole. dtype: of the weights
+    that are held as codes, which are new tensors; what is held as values keeps its dtype.
     """
     return dict(plain_tensors(model, dtype=dtype))
 
@@ -101,8 +98,8 @@ def reader_of(model: nn.Module) -> Reader:
 
 
 def set_reader(model: nn.Module, reader: Reader) -> None:
-    """Let `plain_state_dict` and `export` read a model through ranks. A copy of the model does not inherit it."""
-    _READERS[model] = reader
+    """Let a model, and each module of it, be read through ranks. A copy of the model does not inherit it."""
+    _READERS.update(dict.fromkeys(model.modules(), reader))
 
 
 def as_plain(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

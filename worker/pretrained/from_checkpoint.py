@@ -18,8 +18,8 @@ from octet.worker.models import build_model
 from octet.worker.models.huggingface import build_without_values
 from octet.worker.models.meta import parameters_on_meta
 from octet.worker.optim import build_optimizer
-from octet.worker.optim.average import AveragedModel
 from octet.worker.optim.schedule import parameter_groups
+from octet.worker.prepare.average import AveragedModel
 from octet.worker.prepare.initialize import prepare
 
 GENERATION_CONFIG = "generation_config.json"

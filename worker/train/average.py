@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.metrics.memory import memory_report
-from octet.worker.optim.average import AveragedModel
+from octet.worker.prepare.average import AveragedModel
 
 
 class MovingAverage:

@@ -61,7 +61,7 @@ def test_an_export_decodes_one_weight_at_a_time(build: Any, format: str, tmp_pat
     largest = 4 * max(parameter.numel() for parameter in model.parameters())
     peak = peak_bytes(lambda: export(model, optimizer, tmp_path / "out", format=format))
     assert 0 < peak <= (NUM_TEMPORARIES + (CAST if format == "bf16" else 0)) * largest < 4 * num_codes
-    values = plain_state_dict(model, optimizer)
+    values = plain_state_dict(model)
     if format == "fp32":
         loaded = from_pretrained(tmp_path / "out").state_dict()
         assert len(loaded) == len(values)
@@ -104,4 +104,4 @@ def resumed(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     prepared = prepare(model, optimizer, PrecisionSpec.model_validate(job["precision"]), seed=job["seed"])
     assert prepared.optimizer is not None
     resume(prepared.model, prepared.optimizer, state["model"], state["optimizer"])
-    return plain_state_dict(prepared.model, prepared.optimizer)
+    return plain_state_dict(prepared.model)

@@ -4,7 +4,7 @@ ema = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_
 optimizer.step(); ema.update_parameters(model)
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from octet.worker.fp8.bf16 import HalfLinear
+from octet.worker.fp8.fsdp import is_shard, values_of_shard
 from octet.worker.fp8.layout import layout_of
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.stored import drop_history
-from octet.worker.fp8.weight import is_float8_weight
+from octet.worker.prepare.export_state_dict import Reader, reader_of
 
 
 class AveragedModel(swa_utils.AveragedModel):
@@ -24,6 +25,9 @@ class AveragedModel(swa_utils.AveragedModel):
 
     `module` is a copy that holds the averages: weights stored as codes are averaged, and held, in fp32 (4 bytes a parameter),
     all others in their own dtype. It computes as the model does, and its layers are named as the model's are.
+
+    Where ranks are to divide the model (`parallelize`, FSDP2), make the average first: it stays whole, and `update_parameters`
+    gathers one parameter at a time. Under FSDP2, `module` may be divided by `fully_shard` as the model is.
     """
 
     _has_begun = False
@@ -39,7 +43,8 @@ class AveragedModel(swa_utils.AveragedModel):
     ) -> None:
         """Arguments as torch's. multi_avg_fn: called with one parameter at a time.
 
-        ValueError for two averaging functions, TypeError for a decay in the place of the device.
+        ValueError for two averaging functions, and for a model that ranks divide so that it has no copy. TypeError for a decay
+        in the place of the device.
         """
         if isinstance(device, float):
             raise TypeError(
@@ -49,7 +54,7 @@ class AveragedModel(swa_utils.AveragedModel):
         if avg_fn is not None and multi_avg_fn is not None:
             raise ValueError("got both avg_fn and multi_avg_fn; allowed: one of them. Leave one out.")
         nn.Module.__init__(self)  # torch's own would copy the codes
-        self.module = deepcopy(model)
+        self.module = _copy(model)
         for layer in list(self.module.modules()):
             if isinstance(layer, Float8Linear):
                 layer.hold_values()
@@ -72,12 +77,16 @@ class AveragedModel(swa_utils.AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Take the present values into the average; the first call copies them. One weight at a time is decoded."""
+        """Take the present values into the average; the first call copies them. One weight at a time is decoded.
+
+        Where ranks divide the model, they call it together. ValueError for a parameter whose shape is not that of the average.
+        """
         num_averaged, is_first = self.n_averaged, not self._has_begun and bool(self.n_averaged == 0)
-        pairs = list(zip(self.module.parameters(), _values(model), strict=True))
-        buffers = [(mine, theirs.detach) for mine, theirs in zip(self.module.buffers(), model.buffers(), strict=True)]
-        for averaged, read in [*pairs, *buffers]:
-            value = read().to(averaged.device)
+        reader = reader_of(model)
+        pairs = list(zip(self.module.parameters(), model.parameters(), strict=True))
+        buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
+        for averaged, present in [*pairs, *buffers]:
+            value = _values(present, reader, averaged).to(averaged.device)
             is_averaged = not is_first and (self.use_buffers or isinstance(averaged, nn.Parameter))
             if not is_averaged:
                 averaged.copy_(value)
@@ -90,7 +99,26 @@ class AveragedModel(swa_utils.AveragedModel):
         self._has_begun = True
 
 
-def _values(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
-    """A function for each parameter, in their order, that returns its values."""
-    for parameter in model.parameters():
-        yield parameter.dequantize if is_float8_weight(parameter) else parameter.detach
+def _copy(model: nn.Module) -> nn.Module:
+    """Copy a model. Raises ValueError where ranks hold parts of it that a copy would lack."""
+    if any(is_shard(parameter) for parameter in model.parameters()):
+        raise ValueError("the model is divided by FSDP2; allowed: a model before fully_shard. Make the average before it.")
+    try:
+        return deepcopy(model)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the model has no copy ({error}); allowed: a model before parallelize. Make the average before it."
+        ) from error
+
+
+def _values(present: Tensor, reader: Reader, averaged: Tensor) -> Tensor:
+    """Return the present values of what the average holds of a parameter or buffer: all of it, or this rank's shard."""
+    if not isinstance(present, nn.Parameter):
+        return present.detach()
+    value = values_of_shard(present) if is_shard(averaged) else reader.values(present)
+    if value.shape != averaged.shape:
+        raise ValueError(
+            f"a parameter has shape {tuple(value.shape)} and its average {tuple(averaged.shape)}; allowed: the model that the "
+            "average is a copy of. Make the average before parallelize."
+        )
+    return value
