@@ -92,7 +92,10 @@ def _overlaps(job: JobRow, attempts: list[AttemptRow]) -> Iterator[str]:
     for before, after in pairwise(attempts):
         over_at = max(filter(None, (before.finished_at, before.released_at)), default=None)
         if before.finished_at is None or over_at is None or over_at > after.created_at:
-            yield f"attempt {before.epoch} was over at {over_at}, attempt {after.epoch} placed at {after.created_at}"
+            yield (
+                f"attempt {before.epoch} ({before.state.value}, {before.reason}) ended at {before.finished_at} and was "
+                f"released at {before.released_at}, attempt {after.epoch} placed at {after.created_at}"
+            )
 
 
 def _counted_twice(attempts: list[AttemptRow], metrics: list[Point]) -> Iterator[str]:

@@ -5,7 +5,7 @@
     .venv/bin/python -m tests.chaos.run --cluster --signals 50 --jobs 10
 
 The seed decides what is struck, when, and for how long; what the processes do at that instant is up to the machine. Leases
-are shorter than usual (`VARIABLES`), so that a stopped rank outlives its lease now and then. The run ends by itself after
+are shorter than usual (`VARIABLES`), so that a stopped rank outlives its lease now and then. The storm ends by itself after
 `--minutes`, and leaves no process. Exit status 0 only if every kind of finding is empty.
 """
 
@@ -43,7 +43,7 @@ logger = logging.getLogger("chaos")
 
 @dataclass(frozen=True)
 class Plan:
-    """The size of a storm. It ends once it has sent its signals and its jobs have ended, or after `minutes`."""
+    """The size of a storm. It ends once it has sent its signals and its jobs have ended, or after `minutes` of it."""
 
     seed: int
     signals: int
@@ -101,9 +101,11 @@ def _weather(plan: Plan, folder: Path, server: Server | Cluster, storm: Storm, a
     database = Database(server.database_url)
     try:
         server.start()
+        logger.info("the service runs after %.0f s", time.monotonic() - began)
         expected = {workers: _undisturbed(server, text, workers) for workers in (1, 2)}
+        logger.info("undisturbed jobs have ended after %.0f s; the storm begins", time.monotonic() - began)
         customers.start()
-        _blow(plan, storm, customers, began + 60 * plan.minutes)
+        _blow(plan, storm, customers, time.monotonic() + 60 * plan.minutes)
         storm.calm()
         settled = _finish(customers, storm)
         findings = {} if settled else {"customers still waiting": [f"after {LONG_S:g} s without signals"]}

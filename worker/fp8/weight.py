@@ -6,7 +6,7 @@ are changed in place, so that captured graphs, compiled graphs and aliases stay 
 
 Loading, `fill_` and collectives round to nearest. Any other write also keeps its fp32 result, `state.wide`, until our
 optimizer's next step rounds it stochastically: to nearest, small changes are lost, all 200 of an average that is made by
-`mine.copy_(0.999 * mine + 0.001 * theirs)`. Readers see `wide` while it is there; `settle` drops it.
+`mine.copy_(0.999 * mine + 0.001 * theirs)`. Readers see `wide` while it is there.
 """
 
 import sys
@@ -74,7 +74,7 @@ class WeightState:
     has_new_codes: bool = False
     is_replaced: bool = False
     reduce_amax: Callable[[Tensor], Tensor] | None = None
-    read_whole: Callable[["Float8Weight"], Tensor] | None = None
+    read_whole: Callable[[], Tensor] | None = None
     padded: tuple[Tensor, Tensor | None] | None = None
     is_gathered: bool = False
     is_stepped: bool = False
@@ -96,18 +96,15 @@ class WeightState:
             return _with_strides(_of_master(self.master, self.codes), self.codes)
         return _with_strides(_decoded(self.codes, dequant_scale, self.residual), self.codes)
 
-    def values_to_change(self, dequant_scale: Tensor) -> Tensor:
-        """Return values that a write may change in place, refined where ranks divide what refines them."""
-        values = self.values(dequant_scale)
-        if self.wide is not None or self.elements is None or not len(self.elements):
-            return values
-        own = values.view(-1)[self.elements.start : self.elements.stop]
-        if self.master is not None:
-            own.copy_(_of_master(self.master, own))
-        elif self.own_residual is not None:
-            codes = self.codes.view(-1)[self.elements.start : self.elements.stop]
-            own.copy_(kernels.split_dequantize(codes, self.own_residual, dequant_scale))
-        return values
+    @property
+    def is_refined_by_ranks(self) -> bool:
+        """True if ranks divide what refines the codes, so that none can read the values alone."""
+        return self.read_whole is not None and self.codes.dtype == E4M3.dtype and self.residual is None
+
+    @property
+    def waits_for_optimizer(self) -> bool:
+        """True if values that are assigned wait in `wide`, until the optimizer makes of them what refines the codes."""
+        return self.has_master or (self.own_residual is not None and self.residual is None)
 
 
 class Entry:
@@ -227,7 +224,7 @@ class Float8Weight(Tensor):
 
     def whole_values(self) -> Tensor:
         """Return the fp32 values as precisely as the ranks that divide the weight hold them; they call it together."""
-        return self.dequantize() if self.state.read_whole is None else self.state.read_whole(self)
+        return self.dequantize() if self.state.read_whole is None else self.state.read_whole()
 
     def entry(self) -> Tensor:
         """Return the values for a state dict. What is written into them is written into the weight, as in a plain model."""
@@ -263,7 +260,7 @@ class Float8Weight(Tensor):
             own_residual = self.state.residual is not None
             numbers = {"amax": known, "dequant_scale": scale} if is_known else {"amax": own}
             encoded = encode_values(values, self.codes.dtype, has_residual=own_residual, **numbers)
-        _hold(self, encoded, values.clone() if self.state.has_master else None, is_assigned=True)
+        _hold(self, encoded, values.clone() if self.state.waits_for_optimizer else None, is_assigned=True)
 
     def tensors_by_class(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what lies in memory, by classes of `memory_report`. Whatever refines codes counts as a master weight."""
@@ -303,26 +300,6 @@ class Float8Weight(Tensor):
         _become(self, moved)
         self.grad = None if gradient is None else change(gradient)
         return True
-
-    @torch.no_grad()
-    def settle(self, draw: Draw | None = None) -> None:
-        """Drop the fp32 result of writes. draw: round it stochastically, else the codes stay, which are the nearest.
-
-        For the optimizer: a master weight is not renewed here (`optim/weights.py`).
-        """
-        state = self.state
-        wide, state.wide = state.wide, None
-        if wide is None or draw is None or state.is_assigned or self.needs_master:
-            return
-        scaled = wide / self.dequant_scale
-        numbers = draw(range(wide.numel())).view(wide.shape)
-        if state.residual is None:
-            state.codes.copy_(kernels.stochastic_round(scaled, self.format, numbers))
-        else:
-            codes, residual = kernels.split_encode(scaled, numbers)
-            state.codes.copy_(codes)
-            state.residual.copy_(residual)
-        _note_write(state)
 
     # What torch asks of a tensor without going through an op ---------------------------------------------------------------
 
@@ -413,6 +390,7 @@ class Float8Weight(Tensor):
     def _refinements(self) -> dict[str, Any]:
         """Return what the values are finer by than the codes."""
         state = self.state
+        _warn_of_coarse_values(state)
         master = state.master if state.elements is None else None
         refinements = {"wide": state.wide, "is_assigned": state.is_assigned or None, "master": master}
         return {name: part for name, part in refinements.items() if part is not None}
@@ -601,7 +579,7 @@ class _Decoded:
         state = argument.state
         if id(state) in self._changed:
             if id(state) not in self.bases:
-                self.bases[id(state)] = state.values_to_change(argument.dequant_scale)
+                self.bases[id(state)] = _values_to_change(argument)
             values = _part_of(self.bases[id(state)], argument)
         else:
             values = _values(argument)
@@ -673,10 +651,32 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _values(weight: Float8Weight) -> Tensor:
     """Return a weight's or a view's fp32 values; maybe a view of `wide`."""
     state = weight.state
+    _warn_of_coarse_values(state)
     is_refined = state.wide is not None or (state.master is not None and state.elements is None)
     if not is_refined and weight.dequant_scale.dim() == 0 and weight.codes.is_contiguous():
         return _decoded(weight.codes, weight.dequant_scale, weight.residual)
     return _part_of(state.values(weight.dequant_scale), weight)
+
+
+def _values_to_change(weight: Float8Weight) -> Tensor:
+    """Return the whole weight's values, which a write may change in place. Ranks that divide them call it together."""
+    state = weight.state
+    if state.wide is not None or not state.is_refined_by_ranks:
+        return state.values(weight.dequant_scale)
+    assert state.read_whole is not None
+    _check_is_here(state.codes)
+    return _with_strides(state.read_whole(), state.codes)
+
+
+def _warn_of_coarse_values(state: WeightState) -> None:
+    """Warn who reads values alone that are finer than this rank knows."""
+    if state.wide is None and state.is_refined_by_ranks:
+        warnings.warn(
+            "a weight is read or copied whose master weight or residual ranks divide (ZeRO), so these are the values of its "
+            "E4M3 codes, which the products multiply by; octet.plain_state_dict(model) and octet.AveragedModel, called by all "
+            "ranks together, read all digits.",
+            stacklevel=2,
+        )
 
 
 def _part_of(base: Tensor, weight: Float8Weight) -> Tensor:
@@ -688,8 +688,8 @@ def _part_of(base: Tensor, weight: Float8Weight) -> Tensor:
     return base.as_strided(weight.codes.shape, weight.codes.stride(), base.storage_offset() + offset)
 
 
-def _decoded(codes: Tensor, dequant_scale: Tensor, residual: Tensor | None) -> Tensor:
-    """Return the fp32 values of codes. Raises ValueError where ranks divide a weight that is not gathered."""
+def _check_is_here(codes: Tensor) -> None:
+    """Raise ValueError where ranks divide a weight that is not gathered."""
     if codes.numel() and 0 in codes.stride() and codes.numel() > 1 and codes.untyped_storage().nbytes() < codes.nbytes:
         raise ValueError(
             f"a weight of shape {tuple(codes.shape)} is divided over the ranks (ZeRO stage 3) and not gathered now; allowed: "
@@ -698,6 +698,11 @@ def _decoded(codes: Tensor, dequant_scale: Tensor, residual: Tensor | None) -> T
         )
     if codes.numel() and codes.untyped_storage().nbytes() == 0:
         raise ValueError(f"a weight of shape {tuple(codes.shape)} has no memory yet: its data is not allocated.")
+
+
+def _decoded(codes: Tensor, dequant_scale: Tensor, residual: Tensor | None) -> Tensor:
+    """Return the fp32 values of codes."""
+    _check_is_here(codes)
     if dequant_scale.dim() == 0:
         return decode_values(codes, dequant_scale, residual, torch.float32)
     residuals = [None] * len(codes) if residual is None else list(residual)
@@ -735,7 +740,7 @@ def _encode_base(weight: Float8Weight, values: Tensor, *, is_finished: bool) -> 
             f"a weight of shape {tuple(state.codes.shape)} held as codes would become {tuple(values.shape)}; allowed: values "
             "of its shape, since its codes keep their memory. Assign a new parameter to the layer instead."
         )
-    keeps = state.has_master or not is_finished or (state.wide is not None and not is_whole)
+    keeps = state.waits_for_optimizer or not is_finished or (state.wide is not None and not is_whole)
     is_assigned = is_finished and (state.wide is None or state.is_assigned or is_whole)
     _hold(weight, _encoded(weight, values), values if keeps else None, is_assigned=is_assigned)
 
@@ -781,10 +786,10 @@ def _is_whole(weight: Float8Weight) -> bool:
 def _note_new_codes(state: WeightState) -> None:
     """Forget a master weight of former values; an optimizer brings its own back if the codes are its rounding."""
     state.master, state.has_new_codes = None, True
-    _note_write(state)
+    note_write(state)
 
 
-def _note_write(state: WeightState) -> None:
+def note_write(state: WeightState) -> None:
     """Count a change, by which autograd finds that a saved weight is not what it was; nothing is counted below it."""
     parts = [part for part in (state.codes, state.residual) if part is not None and not part.is_inference()]
     torch.autograd.graph.increment_version(parts)
@@ -843,7 +848,7 @@ def _copy_(_func: Any, target: Any, source: Any, non_blocking: bool = False) -> 
         if part is not None:
             part.copy_(getattr(source, name), non_blocking)
     state = target.state
-    state.wide = source.dequantize() if state.has_master else None
+    state.wide = source.dequantize() if state.waits_for_optimizer else None
     state.is_assigned = True
     _note_new_codes(state)
     return target

@@ -40,6 +40,7 @@ from octet.worker.optim.weights import (
     is_stale,
     link_master,
     new_master,
+    settle,
 )
 
 WRITE_STREAM = 1 << 30
@@ -277,7 +278,7 @@ class OptimizerStates(torch.optim.Optimizer):
             return
         if not weight.needs_master:
             if weight.weight.state.wide is not None:
-                weight.weight.settle(self._draw_for_write(parameter))
+                settle(weight, self._draw_for_write(parameter))
         elif is_stale(state["master_weights"], weight):
             state["master_weights"] = new_master(weight, self._draw_for_write(parameter))
         elif weight.weight.state.master is not state["master_weights"]:  # of a copied model and optimizer

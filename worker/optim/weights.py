@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from octet.worker import kernels
-from octet.worker.fp8.weight import Float8Weight
-from octet.worker.fp8.weights import in_pieces
+from octet.worker.fp8.weight import Float8Weight, note_write
+from octet.worker.fp8.weights import encode_values, in_pieces
 from octet.worker.kernels.formats import E4M3, FP16, ROUNDED_FORMATS
 from octet.worker.kernels.rounding import E4M11
 from octet.worker.optim.codecs import Draw, Parts
@@ -224,6 +224,33 @@ class MasterWeight(CodesWeight):
     def finish(self) -> None:
         super().finish()
         self.weight.dequant_scale.copy_(self.finite(self.rounded_scale))
+
+
+def settle(weight: QuantizedWeight, draw: Draw) -> None:
+    """Drop the fp32 result of writes into codes that need no master: what is stepped becomes its rounding.
+
+    draw: of random numbers, to round a result stochastically that was no assignment.
+    """
+    state, residual = weight.weight.state, weight.residual
+    wide, state.wide = state.wide, None
+    assert wide is not None
+    values = wide if weight.elements is None else weight.select(wide)
+    if state.is_assigned:
+        if residual is None:
+            return  # the codes are the nearest
+        encoded = encode_values(values, E4M3.dtype, has_residual=True, amax=weight.amax, dequant_scale=weight.dequant_scale)
+        codes, fine = encoded.codes, encoded.residual
+    else:
+        scaled, numbers = values / weight.dequant_scale, draw(range(values.numel())).view(values.shape)
+        if residual is None:
+            codes, fine = kernels.stochastic_round(scaled, FP16, numbers), None
+        else:
+            codes, fine = kernels.split_encode(scaled, numbers)
+    weight.codes.copy_(codes)
+    if residual is not None:
+        assert fine is not None
+        residual.copy_(fine)
+    note_write(state)
 
 
 def new_master(weight: QuantizedWeight, draw: Draw | None = None) -> dict[str, Tensor]:

@@ -107,10 +107,9 @@ class ShardedStates:
         self._places: dict[Tensor, tuple[Bucket, int]] = {
             parameter: (bucket, index) for bucket in gradients.buckets for index, parameter in enumerate(bucket.parameters)
         }
-        read = _Read(self)
         for parameter in elements:
             if is_float8_weight(parameter):
-                parameter.state.read_whole = read
+                parameter.state.read_whole = _Read(self, parameter)
         self._is_owned: Tensor | None = None  # of each quantized weight; made once, since making it waits for the device
         self._keeps_pieces = False
         self.blocks: ShardedBlocks | None = None
@@ -190,6 +189,7 @@ class ShardedStates:
                 )
         for residual in self._residuals:
             residual.follow_layer()
+        self._drop_written()
         self._agree_on_scales()
         in_turn(self._gather_weights(bucket, bucket.parameters[0] not in divided) for bucket in self.gradients.buckets)
 
@@ -238,6 +238,14 @@ class ShardedStates:
             self.blocks.is_saving_pieces = is_on
         for residual in self._residuals:
             residual.stays_in_pieces = is_on
+
+    def _drop_written(self) -> None:
+        """End what is left of writes from outside: the step took over what this rank stepped, and others step the rest."""
+        for parameter, piece in self._pieces.items():
+            if is_float8_weight(parameter) and parameter.state.wide is not None:
+                if len(self._elements[parameter]):
+                    self.optimizer.follow_weight(piece)
+                parameter.state.wide = None
 
     def _agree_on_scales(self) -> None:
         """Give each quantized weight the amax and the scale that its owners have written; NaN where one is not finite."""
@@ -324,11 +332,12 @@ class ShardedStates:
 class _Read:
     """`ShardedStates.values`, which a weight can hold without keeping the ranks' machinery alive."""
 
-    def __init__(self, sharded: ShardedStates) -> None:
-        self._sharded = ref(sharded)
+    def __init__(self, sharded: ShardedStates, weight: Float8Weight) -> None:
+        self._sharded, self._weight = ref(sharded), ref(weight)
 
-    def __call__(self, weight: Float8Weight) -> Tensor:
-        sharded = self._sharded()
+    def __call__(self) -> Tensor:
+        sharded, weight = self._sharded(), self._weight()
+        assert weight is not None
         return weight.dequantize() if sharded is None else sharded.values(weight)
 
 
