@@ -63,7 +63,9 @@ def _of_torchao(recipe: Any, model: nn.Module, is_sharded: bool) -> PrecisionSpe
         excluded = [escape(name) for name, module in linears if not recipe.module_filter_func(module, name)]
         options |= {"exclude": excluded, "convert_heads": True}
     if torchao.fsdp_float8_all_gather and not is_sharded:
-        options["not_applied"] = ("enable_fsdp_float8_all_gather: weights are not sharded",)
+        options["not_applied"] = (
+            "enable_fsdp_float8_all_gather: FSDP2 shards no weights here: on one rank, or where the optimizer exists already",
+        )
         options["torchao"] = torchao.model_copy(update={"fsdp_float8_all_gather": False})
     return PrecisionSpec.model_validate(options)
 
