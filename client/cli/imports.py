@@ -13,6 +13,7 @@ import yaml
 from rich.text import Text
 
 from octet.api_schemas.imports.accelerate import from_accelerate
+from octet.api_schemas.imports.deepspeed import from_deepspeed
 from octet.api_schemas.imports.patch import Given, Patch
 from octet.api_schemas.training import TrainingSpec
 from octet.client.cli.options import LEFT_OVER, Commands
@@ -110,5 +111,11 @@ COMMANDS: Commands = {
         from_accelerate,
         "Accelerate's config.yaml, or an fp8_config block",
         "Read Accelerate's configuration: precision, sharding, accumulation, compilation, one worker per process.",
+    ),
+    "deepspeed": _command(
+        "deepspeed",
+        from_deepspeed,
+        "DeepSpeed's configuration",
+        "Read DeepSpeed's configuration: ZeRO, precision, batch, clipping, optimizer and schedule; MS-AMP's section too.",
     ),
 }
