@@ -70,6 +70,11 @@ class Section:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The settings that nobody has taken yet."""
+        return tuple(self._values)
+
     def take(self, key: str) -> Any:
         """Return a setting, which is then read; None for one that is missing or says nothing."""
         value = self._values.pop(key, None)
@@ -132,7 +137,7 @@ class Section:
 
     def finish(self, project: str) -> None:
         """Leave over what nobody has taken."""
-        for key in list(self._values):
+        for key in self.keys:
             self.leave(key, f"no setting of {project} that this version of octet knows", matters=True)
 
     def path(self, key: str) -> str:

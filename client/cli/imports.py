@@ -13,8 +13,11 @@ import yaml
 from rich.text import Text
 
 from octet.api_schemas.imports.accelerate import from_accelerate
+from octet.api_schemas.imports.axolotl import from_axolotl
 from octet.api_schemas.imports.deepspeed import from_deepspeed
 from octet.api_schemas.imports.patch import Given, Patch
+from octet.api_schemas.imports.torchtitan import from_torchtitan
+from octet.api_schemas.imports.transformers import from_training_arguments
 from octet.api_schemas.training import TrainingSpec
 from octet.client.cli.options import LEFT_OVER, Commands
 from octet.client.errors import JobFileError
@@ -117,5 +120,23 @@ COMMANDS: Commands = {
         from_deepspeed,
         "DeepSpeed's configuration",
         "Read DeepSpeed's configuration: ZeRO, precision, batch, clipping, optimizer and schedule; MS-AMP's section too.",
+    ),
+    "transformers": _command(
+        "transformers",
+        from_training_arguments,
+        "TrainingArguments as JSON or YAML",
+        "Read transformers' TrainingArguments: length, batch, optimizer and schedule, precision, FSDP and DeepSpeed.",
+    ),
+    "axolotl": _command(
+        "axolotl",
+        from_axolotl,
+        "Axolotl's YAML",
+        "Read an Axolotl configuration: as TrainingArguments, with adapters, packing and the length of a sequence.",
+    ),
+    "torchtitan": _command(
+        "torchtitan",
+        from_torchtitan,
+        "torchtitan's TOML",
+        "Read a torchtitan configuration: degrees, batch, optimizer and schedule, float8, compilation and checkpoints.",
     ),
 }

@@ -89,3 +89,42 @@ def test_json_and_standard_input_are_read(tmp_path: Path) -> None:
     missing = CliRunner().invoke(build_app(), ["import", "accelerate", str(tmp_path / "none.yaml")])
     assert missing.exit_code == 2
     assert "cannot read" in missing.stderr
+
+
+MSAMP = {"train_batch_size": 16, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+ARGUMENTS = {"per_device_train_batch_size": 2, "max_steps": 20, "fsdp": "full_shard"}
+AXOLOTL = {"micro_batch_size": 2, "max_steps": 20, "learning_rate": "2e-5", "sequence_len": 128}
+TORCHTITAN = """
+[training]
+local_batch_size = 2
+steps = 300
+seq_len = 128
+[parallelism]
+data_parallel_shard_degree = 4
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "document", "batch"),
+    [
+        ("deepspeed", MSAMP, 16),
+        ("transformers", ARGUMENTS, 8),
+        ("axolotl", AXOLOTL, 8),
+        ("torchtitan", TORCHTITAN, 8),
+    ],
+)
+def test_each_kind_of_file_is_a_job(tmp_path: Path, kind: str, document: Any, batch: int) -> None:
+    options = ["--data", "/data/text", "--model", "llama-tiny", "--workers", "4"]
+    options += ["--steps", "300"] if kind == "deepspeed" else []
+    found = octet_import(kind, document, *options, folder=tmp_path)
+    assert found.exit_code == 0, found.output
+    spec = check_spec(yaml.safe_load(found.stdout), kind)
+    assert (spec.name, spec.resources.workers, spec.training.global_batch_size) == (f"from-{kind}", 4, batch)
+
+
+def test_a_file_that_is_no_toml_is_refused(tmp_path: Path) -> None:
+    found = octet_import("torchtitan", "[training\n", folder=tmp_path)
+    assert found.exit_code == 2
+    assert "is no TOML" in found.stderr
