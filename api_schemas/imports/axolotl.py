@@ -28,7 +28,7 @@ SAME = (
     *("eval_strategy", "save_steps", "save_strategy", "neftune_noise_alpha", "auto_find_batch_size", "group_by_length"),
     *("optim_args", "optim_target_modules", "resume_from_checkpoint", "fp16", "logging_steps"),
 )
-DEFAULTS = {
+DEFAULTS: Mapping[str, Any] = {
     "micro_batch_size": 1,
     "gradient_accumulation_steps": 1,
     "num_epochs": 1.0,
@@ -75,7 +75,7 @@ def from_axolotl(document: Mapping[str, Any], given: Given = NOTHING) -> Patch:
 
 def _arguments(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the TrainingArguments that Axolotl makes of its fields."""
-    said = DEFAULTS | {key: value for key, value in document.items() if value is not None}
+    said: dict[str, Any] = {**DEFAULTS} | {key: value for key, value in document.items() if value is not None}
     arguments = {name: said[key] for key, name in ARGUMENTS.items()} | {key: said[key] for key in SAME if key in said}
     if isinstance(arguments.get("learning_rate"), str):
         try:

@@ -1,4 +1,4 @@
-"""MS-AMP's names: `initialize` and `clip_grad_norm_`, with its arguments, defaults and order.
+"""MS-AMP's names: `initialize`, `clip_grad_norm_` and `deepspeed`, with its arguments, defaults and order.
 
     import octet.compat.msamp as msamp
     model, optimizer = msamp.initialize(model, optimizer, opt_level="O2")
@@ -28,8 +28,6 @@ NOT_BUILT = {
     "LBAdam": "give torch.optim.Adam to msamp.initialize, which keeps its states in the level's formats",
     "LBAdamW": "give torch.optim.AdamW to msamp.initialize, which keeps its states in the level's formats",
     "DSAdam": "give torch.optim.AdamW to msamp.initialize, which keeps its states in the level's formats",
-    "deepspeed": "call msamp.initialize, then octet.parallelize(model, optimizer, zero_stage=1) or 2; `octet import deepspeed` "
-    "reads the configuration file",
     "fsdp": "call msamp.initialize, then octet.parallelize(model, optimizer, zero_stage=3)",
     "megatron": "use octet.parallelize(model, optimizer, tensor=…, pipeline=…)",
     "nn": "call msamp.initialize",
@@ -60,7 +58,7 @@ def initialize(
         _refuse_te_modules(model)
     if optimizer is None and isinstance(model, torch.nn.Module):
         optimizer = torch.optim.AdamW(model.parameters())
-    options: dict[str, Any] = {"convert_heads": True, "exclude": _kept_layers(model)}
+    options: dict[str, Any] = {"convert_heads": True, "exclude": kept_layers(model)}
     if use_te:
         options["recipe"] = LEVELS["te"].recipe
     converted, adopted = convert(model, optimizer, opt_level, **options)
@@ -83,7 +81,7 @@ def clip_grad_norm_(
     return torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
 
 
-def _kept_layers(model: torch.nn.Module) -> tuple[str, ...]:
+def kept_layers(model: torch.nn.Module) -> tuple[str, ...]:
     """Return globs of the linear layers that are marked by `use_fp32_linear`."""
     modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
     return tuple(
