@@ -111,6 +111,16 @@ def test_settings_that_matter_and_are_not_applied_are_warnings() -> None:
         deepspeed.initialize(model=network(), config=CONFIG | {"scheduler": scheduler})
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method")  # torch warns when it loads its compiler
+def test_offload_and_compilation_are_applied_where_one_rank_trains() -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config = CONFIG | {"zero_optimization": zero, "compile": {"enabled": True}, "msamp": {"enabled": True, "opt_level": "O2"}}
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)))
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=config)
+    assert optimizer.host_states is not None
+    assert [block._compiled_call_impl is not None for block in engine.module] == [True, True, True]
+
+
 def test_what_it_needs_is_asked_for() -> None:
     with pytest.raises(ValueError, match=r"model is None; allowed: a torch\.nn\.Module"):
         deepspeed.initialize(config=CONFIG)

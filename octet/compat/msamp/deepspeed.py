@@ -28,8 +28,8 @@ from octet.api_schemas.imports.patch import Given, Patch
 from octet.api_schemas.optimization import OptimizerSpec, ScheduleSpec
 from octet.api_schemas.precision import PrecisionSpec
 from octet.compat.msamp import kept_layers
+from octet.worker import compile_blocks, load_checkpoint, offload_optimizer, parallelize, save_checkpoint
 from octet.worker import initialize as convert
-from octet.worker import load_checkpoint, parallelize, save_checkpoint
 from octet.worker.optim.build import build_optimizer
 from octet.worker.optim.schedule import learning_rate_at
 
@@ -108,6 +108,10 @@ class Engine(nn.Module):
         converted, adopted = convert(model, optimizer, precision)
         assert adopted is not None
         self.module, self.optimizer = converted, adopted
+        if training.get("offload_optimizer"):
+            offload_optimizer(adopted)
+        if training.get("compile") == "on":
+            compile_blocks(converted)
         self.parallel = parallelize(converted, adopted, **job["parallelism"])
         self.lr_scheduler: Any = None
         self.global_steps = self.micro_steps = 0
