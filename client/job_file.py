@@ -118,7 +118,8 @@ def apply_settings(document: dict[str, Any], settings: Sequence[str]) -> None:
 
 def check_part(document: dict[str, Any], source: str) -> None:
     """Validate the fields of a part of a job by themselves. Raises SpecRefused; rules that tie parts together come later."""
-    stand_ins = {"name": "x", "model": "gpt-tiny", "data": {"path": "/data"}} | document
+    stand_ins = {"name": "x", "model": "gpt-tiny"} | document
+    stand_ins["data"] = {"path": "/data"} | stand_ins.get("data", {})
     training = stand_ins.get("training", {})
     if not {"steps", "epochs"} & training.keys():
         stand_ins["training"] = {"steps": 1} | training

@@ -46,8 +46,7 @@ def from_accelerate(document: Mapping[str, Any], given: Given = NOTHING) -> Patc
     if said:
         _set_precision(patch, said)
     accumulated = _set_kind(config, kind)
-    if config.take("dynamo_config") is not None:
-        _set_compile(Section(document["dynamo_config"], patch, "dynamo_config", "dynamo_"))
+    _set_compile(config.section("dynamo_config", "dynamo_"))
     set_batch(patch, Batch(given.batch_size, accumulated))
     config.drop(_LAUNCH)
     config.leave_all(_TPU, "jobs run on GPUs and CPUs", matters=True)

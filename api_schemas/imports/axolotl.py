@@ -77,21 +77,20 @@ def _arguments(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the TrainingArguments that Axolotl makes of its fields."""
     said: dict[str, Any] = {**DEFAULTS} | {key: value for key, value in document.items() if value is not None}
     arguments = {name: said[key] for key, name in ARGUMENTS.items()} | {key: said[key] for key in SAME if key in said}
-    if isinstance(arguments.get("learning_rate"), str):
-        try:
-            arguments["learning_rate"] = float(arguments["learning_rate"])
-        except ValueError:
-            raise ValueError(f"learning_rate is {said['learning_rate']!r}; allowed: a number. Change it.") from None
     low = said.get("cosine_min_lr_ratio")
     if low is not None and arguments["lr_scheduler_type"] == "cosine":
         arguments |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": low}}
     if not {"warmup_steps", "warmup_ratio"} & said.keys():
         steps = said.get("max_steps")
-        arguments |= {"warmup_ratio": 0.03} if steps is None else {"warmup_steps": min(int(0.03 * steps), 100)}
+        is_known = isinstance(steps, int) and steps > 0
+        arguments |= {"warmup_steps": min(int(0.03 * steps), 100)} if is_known else {"warmup_ratio": 0.03}
     for every, strategy in (("eval_steps", "eval_strategy"), ("save_steps", "save_strategy")):
         if every in said:
             arguments.setdefault(strategy, "steps")
-    fsdp = dict(said.get("fsdp_config") or {})
+    fsdp = said.get("fsdp_config") or {}
+    if not isinstance(fsdp, Mapping):
+        raise ValueError(f"fsdp_config is {fsdp!r}; allowed: a part with settings of its own. Change it.")
+    fsdp = dict(fsdp)
     if "fsdp_version" in said:
         fsdp["version"] = said["fsdp_version"]
     if fsdp:

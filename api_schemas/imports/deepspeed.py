@@ -187,6 +187,7 @@ def _set_schedule(scheduler: Section) -> None:
     """Set the schedule of the learning rate. Warm-ups of a job are lines from 0."""
     patch = scheduler.patch
     name, numbers = scheduler.take("type"), scheduler.section("params")
+    name = None if name is None else str(name)
     kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if name not in kinds:
         if name is not None:
@@ -224,14 +225,14 @@ def _set_step(config: Section, given: Given) -> None:
         accumulated = 1
     set_batch(config.patch, Batch(per_rank or given.batch_size, accumulated, whole, names))
     dtype = config.take("communication_data_type")
-    if dtype in _DTYPES:
-        config.patch.set("parallelism.wide_communication", _DTYPES[dtype])
+    if str(dtype) in _DTYPES:
+        config.patch.set("parallelism.wide_communication", _DTYPES[str(dtype)])
     elif dtype is not None:
         reason = "gradients travel in fp32, in bf16 (parallelism.wide_communication) or, at O1 to O3, in FP8"
         config.patch.leave("communication_data_type", dtype, reason, matters=True)
     types = config.section("data_types")
     sums = types.take("grad_accum_dtype")
-    if sums is not None and _DTYPES.get(sums) != "fp32":
+    if sums is not None and _DTYPES.get(str(sums)) != "fp32":
         reason = "gradients add up in fp32 or, at O1 to O3, in FP8 (precision.gradient_accumulation)"
         types.patch.leave(types.path("grad_accum_dtype"), sums, reason, matters=True)
     types.finish("DeepSpeed's data_types")

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import inf, isfinite, prod
 from typing import Any, NamedTuple
 
 ELSEWHERE = ("no", "none", "false", "0")
@@ -93,6 +93,26 @@ class Section:
         if isinstance(value, bool) or not text.isdecimal():
             raise ValueError(f"{self.path(key)} is {value!r}; allowed: a whole number from 1 up. Change it.")
         return int(text)
+
+    def number(self, key: str, default: float) -> float:
+        """Return a number, written as text too; the default for one that is missing or null. ValueError for others."""
+        value = self.take_raw(key)
+        if value is None:
+            return default
+        try:
+            number = value if isinstance(value, int | float) and not isinstance(value, bool) else float(str(value))
+        except ValueError:
+            number = inf
+        if not isfinite(number):
+            raise ValueError(f"{self.path(key)} is {value!r}; allowed: a number. Change it.")
+        return int(number) if number == int(number) and isinstance(default, int) else number
+
+    def names(self, key: str, default: Collection[str] = ()) -> list[str]:
+        """Return a list of names; the default for one that is missing. ValueError for others."""
+        value = self.take_raw(key, list(default))
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise ValueError(f"{self.path(key)} is {value!r}; allowed: a list of names. Change it.")
+        return value
 
     def is_on(self, key: str) -> bool:
         """Return a switch. ValueError for what is none."""

@@ -71,7 +71,7 @@ def _set_ranks(parallelism: Section, given: Given) -> None:
         patch.set("parallelism.sequence", True)
     copies, shards = (
         parallelism.whole("data_parallel_replicate_degree") or 1,
-        parallelism.take_raw("data_parallel_shard_degree", -1),
+        int(parallelism.number("data_parallel_shard_degree", -1)),
     )
     if shards != -1:
         patch.set("resources.workers", copies * shards * prod(degrees.values()))
@@ -120,7 +120,7 @@ def _set_training(training: Section, validation: Section, given: Given) -> None:
     patch.set("training.sequence_length", training.take_raw("seq_len", 2048))
     patch.set("training.gradient_clip", training.take_raw("max_norm", 1.0) or None)
     names = ("training.local_batch_size", "accumulation", "training.global_batch_size")
-    own, asked = training.whole("local_batch_size") or given.batch_size or 8, training.take_raw("global_batch_size", -1)
+    own, asked = training.whole("local_batch_size") or given.batch_size or 8, int(training.number("global_batch_size", -1))
     in_pipeline = patch.get("training.micro_batch_size")
     ranks = patch.num_data_ranks
     if asked != -1 and ranks is not None and asked % (own * ranks):
@@ -147,7 +147,7 @@ def _set_training(training: Section, validation: Section, given: Given) -> None:
     training.finish("torchtitan's training")
     if validation.is_on("enable"):
         patch.set("training.eval_every", validation.take_raw("freq", 10))
-        batches = validation.take_raw("steps", -1)
+        batches = validation.number("steps", -1)
         if batches > 0:
             patch.set("training.eval_batches", batches)
     validation.drop(("freq", "steps", "dataset", "dataset_path", "local_batch_size", "seq_len", "enable"))
@@ -165,7 +165,8 @@ def _set_optimization(optimizer: Section, schedule: Section) -> None:
     optimizer.drop(("implementation",))
     optimizer.finish("torchtitan's optimizer")
     patch.set("training.schedule.warmup_steps", schedule.take_raw("warmup_steps", 200))
-    ratio, shape = schedule.take_raw("decay_ratio"), str(schedule.take_raw("decay_type", "linear"))
+    ratio = schedule.number("decay_ratio", 1.0) if "decay_ratio" in schedule else None
+    shape = str(schedule.take_raw("decay_type", "linear"))
     name = {"linear": "linear", "cosine": "cosine"}.get(shape)
     if ratio is not None and ratio < 1:
         name = "warmup_stable_decay" if shape == "linear" else None
@@ -211,13 +212,13 @@ def _set_checkpointing(checkpoint: Section, recomputed: Section) -> None:
 def _set_precision(model: Section, quantize: Section) -> None:
     """Set the level that the converters of a model mean, and name the model."""
     patch = model.patch
-    converters = model.take("converters") or []
+    converters = model.names("converters")
     linear = quantize.section("linear")
     float8, mx = linear.section("float8"), linear.section("mx")
     if "float8" in converters or "quantize.linear.float8" in converters:
         _set_float8(float8)
     elif "mx" in converters or "quantize.linear.mx" in converters:
-        filters = mx.take_raw("filter_fqns", ["output"])
+        filters = mx.names("filter_fqns", ["output"])
         patch.job["precision"] = {"level": "te", "recipe": {"granularity": "mx"}, "exclude": [f"*{name}*" for name in filters]}
     known = ("float8", "mx", "quantize.linear.float8", "quantize.linear.mx")
     for converter in converters:
@@ -234,11 +235,11 @@ def _set_precision(model: Section, quantize: Section) -> None:
 def _set_float8(float8: Section) -> None:
     """Set torchao's recipe; at te, which computes the same, where ranks divide layers or tokens."""
     patch = float8.patch
-    name = float8.take("recipe_name") or "tensorwise"
+    name = str(float8.take("recipe_name") or "tensorwise")
     if name not in TORCHAO_RECIPES:
         raise ValueError(f"{float8.path('recipe_name')} is {name!r}; allowed: {', '.join(TORCHAO_RECIPES)}. Change it.")
     divides = any(patch.get(f"parallelism.{field}") for field in _DEGREES.values())
-    filters = [str(fqn) for fqn in float8.take_raw("filter_fqns", [])]
+    filters = float8.names("filter_fqns")
     recipe: RecipeSpec = TORCHAO_RECIPES[name]
     options: dict[str, Any] = {"level": "te" if divides else "ao", "recipe": recipe.model_dump()}
     options["exclude"] = [f"*{fqn}*" for fqn in filters if fqn != "auto_filter_small_kn"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octet.api_schemas.imports.deepspeed import from_deepspeed
-from octet.api_schemas.imports.patch import NOTHING, Batch, Given, Patch, Section, says_nothing, set_batch
+from octet.api_schemas.imports.patch import NOTHING, Batch, Given, Patch, Section, set_batch
 from octet.api_schemas.imports.shared import set_compile, set_optimizer, set_sharding, set_warmup
 
 _KEPT_FOR_EVERY_JOB = (
@@ -87,19 +87,19 @@ def _set_precision(arguments: Section) -> None:
 def _set_length(arguments: Section) -> None:
     """Set steps or epochs, evaluations and checkpoints, and the length of a sequence where SFTConfig has it."""
     patch = arguments.patch
-    steps, epochs = arguments.take_raw("max_steps", -1), arguments.take_raw("num_train_epochs", 3.0)
+    steps, epochs = arguments.number("max_steps", -1), arguments.number("num_train_epochs", 3.0)
     if steps > 0:
         patch.set("training.steps", steps)
     else:
         patch.set("training.epochs", epochs)
-    logging_steps = arguments.take_raw("logging_steps", 500)
+    logging_steps = arguments.number("logging_steps", 500)
     for strategy, steps_of, field, default in (
         ("eval_strategy", "eval_steps", "eval_every", logging_steps),
         ("save_strategy", "save_steps", "checkpoint_every", 500),
     ):
-        asked, every = str(arguments.take_raw(strategy, "no")), arguments.take_raw(steps_of)
+        asked, every = str(arguments.take_raw(strategy, "no")), arguments.number(steps_of, default)
         if asked == "steps":
-            _set_every(patch, steps_of, field, default if every is None else every)
+            _set_every(patch, steps_of, field, every)
         elif asked not in ("no", "False"):
             patch.leave(strategy, asked, f"it is a number of steps: set training.{field}", matters=False)
     kept = arguments.whole("save_total_limit")
@@ -111,10 +111,10 @@ def _set_length(arguments: Section) -> None:
             patch.set("training.sequence_length", length)
 
 
-def _set_every(patch: Patch, setting: str, field: str, every: Any) -> None:
+def _set_every(patch: Patch, setting: str, field: str, every: float) -> None:
     """Set a number of steps between two evaluations or checkpoints; below 1 it is a share of all steps."""
     steps = patch.get("training.steps")
-    if isinstance(every, float) and every < 1:
+    if 0 < every < 1:
         if steps is None:
             patch.leave(setting, every, f"it is a number of steps: set training.{field}", matters=False)
             return
@@ -125,7 +125,7 @@ def _set_every(patch: Patch, setting: str, field: str, every: Any) -> None:
 def _set_optimization(arguments: Section) -> None:
     patch = arguments.patch
     set_optimizer(patch, "optim", arguments.take_raw("optim", "adamw_torch_fused"))
-    rate = arguments.take_raw("learning_rate", 5e-5)
+    rate = arguments.number("learning_rate", 5e-5)
     patch.set("training.optimizer.learning_rate", rate)
     patch.set("training.optimizer.weight_decay", arguments.take_raw("weight_decay", 0.0))
     betas = [arguments.take_raw("adam_beta1", 0.9), arguments.take_raw("adam_beta2", 0.999)]
@@ -164,13 +164,14 @@ def _set_schedule(arguments: Section, rate: float) -> None:
     if name != "constant":
         setting, value = ("warmup_ratio", ratio) if ratio and not warmup else ("warmup_steps", warmup)
         set_warmup(patch, setting, value, steps)
-    low = numbers.take("min_lr_rate") or numbers.take("min_lr_ratio") or (numbers.take_raw("min_lr", 0.0) or 0.0) / rate
+    shares = [numbers.number(key, 0.0) for key in ("min_lr_rate", "min_lr_ratio")]
+    lowest = numbers.number("lr_end", 1e-7) if name == "polynomial" else numbers.number("min_lr", 0.0)
+    low = max(shares) or (lowest / rate if rate > 0 else 0.0)
     if name == "polynomial":
-        low = numbers.take_raw("lr_end", 1e-7) / rate
         numbers.copy("power", "training.schedule.power")
     if SCHEDULES[name] != "constant":
         patch.set("training.schedule.final_fraction", low)
-    decay = numbers.take("num_decay_steps")
+    decay = numbers.whole("num_decay_steps")
     if decay is not None and steps is not None:
         patch.set("training.schedule.decay_fraction", decay / steps)
     elif decay is not None:
@@ -190,7 +191,7 @@ def _set_engines(arguments: Section, given: Given) -> None:
         patch.leave("fsdp_config", config, "the settings are in that file: write them in its place", matters=True)
     deepspeed = arguments.take("deepspeed")
     if isinstance(deepspeed, Mapping):
-        _merge_deepspeed(patch, from_deepspeed(deepspeed, given), deepspeed)
+        _merge_deepspeed(patch, from_deepspeed(deepspeed, given))
     elif deepspeed is not None:
         reason = "the settings are in that file: give it to `octet import deepspeed`"
         patch.leave("deepspeed", deepspeed, reason, matters=True)
@@ -211,15 +212,16 @@ def set_fsdp_words(patch: Patch, config: Mapping[str, Any], words: list[str]) ->
     section.finish("FSDP")
 
 
-def _merge_deepspeed(patch: Patch, other: Patch, document: Mapping[str, Any]) -> None:
+def _merge_deepspeed(patch: Patch, other: Patch) -> None:
     """Take from DeepSpeed's settings what the arguments do not have; "auto" there means the arguments."""
     patch.job["parallelism"] = other.job["parallelism"]
     training = other.job["training"]
     if training.get("offload_optimizer"):
         patch.set("training.offload_optimizer", True)
     for part in ("optimizer", "schedule"):
-        patch.job["training"][part] |= training.get(part, {})
-    if not says_nothing(document.get("msamp")):
+        patch.job["training"].setdefault(part, {}).update(training.get(part, {}))
+    if str(other.get("precision.level")).startswith("O"):
+        # MS-AMP's section, which the arguments have no field for.
         patch.job["precision"] = other.job["precision"]
     batches = ("train_", "gradient_accumulation_steps")
     patch.left += [left for left in other.left if not left.setting.endswith(": auto") and not left.setting.startswith(batches)]

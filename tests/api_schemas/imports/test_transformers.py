@@ -143,6 +143,9 @@ def test_deepspeeds_settings_within_are_read_and_auto_is_the_arguments() -> None
         "eps": 1e-7,
     }
     assert whole(patch).parallelism.zero_stage == 2
+    for msamp, level in (({"enabled": False}, "bf16-amp"), ({"enabled": True, "opt_level": "O2"}, "O2")):
+        said = from_training_arguments(arguments | {"deepspeed": deepspeed | {"msamp": msamp}}, Given(workers=4))
+        assert said.job["precision"]["level"] == level
 
 
 @pytest.mark.parametrize(
