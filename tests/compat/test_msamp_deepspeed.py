@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -106,9 +107,21 @@ def test_the_engine_steps_at_the_boundary_and_resumes_to_the_bit(tmp_path: Path)
 
 
 def test_settings_that_matter_and_are_not_applied_are_warnings() -> None:
-    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
-    with pytest.warns(UserWarning, match="not applied: scheduler.params.warmup_type: log"):
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_min_lr": 0.001, "warmup_type": "linear"}}
+    with pytest.warns(UserWarning, match=r"not applied: scheduler\.params\.warmup_min_lr: 0.001"):
         deepspeed.initialize(model=network(), config=CONFIG | {"scheduler": scheduler})
+
+
+def test_the_logarithmic_warmup_is_deepspeeds() -> None:
+    """min(1, log(k + 1) / log(10)) after k steps of its scheduler, which is one behind; WarmupLR in DeepSpeed 0.19."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.002, "warmup_num_steps": 10}}
+    engine, *_ = deepspeed.initialize(model=network(), config=CONFIG | {"scheduler": scheduler})
+    rates = []
+    for batch in torch.randn(13, 4, 32):
+        rates += engine.get_lr()
+        train(engine, [batch])
+    logs = [0.0, *(math.log(step) / math.log(10) for step in range(1, 11)), 1.0, 1.0]
+    assert rates == pytest.approx([0.002 * factor for factor in logs])
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method")  # torch warns when it loads its compiler

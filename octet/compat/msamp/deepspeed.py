@@ -14,6 +14,7 @@ import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from octet.worker import compile_blocks, load_checkpoint, offload_optimizer, par
 from octet.worker import initialize as convert
 from octet.worker.optim.build import build_optimizer
 from octet.worker.optim.schedule import learning_rate_at
+
+_WARMUP = "scheduler.params.warmup_type"
+"""Left over by a job, whose warm-up is a line; the engine has DeepSpeed's own."""
 
 __all__ = ["Engine", "add_config_arguments", "init_distributed", "initialize"]
 
@@ -81,7 +85,7 @@ def initialize(  # noqa: PLR0913  DeepSpeed's own arguments
     init_distributed()
     patch = from_deepspeed(document, Given(workers=dist.get_world_size()))
     for left in patch.left:
-        if left.matters:
+        if left.matters and not left.setting.startswith(_WARMUP):
             warnings.warn(f"not applied: {left.setting}: {left.reason}", stacklevel=2)
     model.to(torch.device("cuda", _local_rank()) if torch.cuda.is_available() else torch.device("cpu"))
     if optimizer is None:
@@ -237,8 +241,17 @@ def _schedule(patch: Patch, optimizer: torch.optim.Optimizer) -> LambdaLR | None
         return None
     # A constant learning rate needs no end.
     num_steps = patch.get("training.steps") or 1
-    factor = partial(learning_rate_at, peak=1.0, schedule=ScheduleSpec.model_validate(options), num_steps=num_steps)
-    return LambdaLR(optimizer, factor)
+    schedule = ScheduleSpec.model_validate(options)
+    is_log = any(left.setting.startswith(_WARMUP) for left in patch.left)
+    factor = partial(learning_rate_at, peak=1.0, schedule=schedule, num_steps=num_steps)
+    return LambdaLR(optimizer, partial(_log_warmup, schedule.warmup_steps, factor) if is_log else factor)
+
+
+def _log_warmup(num_steps: int, factor: Callable[[int], float], step: int) -> float:
+    """Return DeepSpeed's factor of a step, counted from 0: log(step) / log(num_steps), and 0 in the first two steps."""
+    if step <= num_steps:
+        return log(step) / log(max(2, num_steps)) if step else 0.0
+    return factor(step)
 
 
 def _loader(samples: Dataset[Any], batch_size: int, collate_fn: Callable[[list[Any]], Any] | None) -> DataLoader[Any]:
