@@ -24,7 +24,7 @@ _TPU = ("downcast_bf16", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo
 def from_accelerate(document: Mapping[str, Any], given: Given = NOTHING) -> Patch:
     """Read a whole config.yaml, or an `fp8_config` block.
 
-    given: workers in the place of num_processes, and a batch size, which the file does not have.
+    given: workers in the place of num_processes; the batch size and the steps, which the file does not have.
     Raises ValueError, with the key to change, for what Accelerate would not take either.
     """
     patch = Patch()
@@ -48,6 +48,8 @@ def from_accelerate(document: Mapping[str, Any], given: Given = NOTHING) -> Patc
     accumulated = _set_kind(config, kind)
     _set_compile(config.section("dynamo_config", "dynamo_"))
     set_batch(patch, Batch(given.batch_size, accumulated))
+    if given.steps is not None:
+        patch.set("training.steps", given.steps)
     config.drop(_LAUNCH)
     config.leave_all(_TPU, "jobs run on GPUs and CPUs", matters=True)
     config.leave("ipex_config", "jobs compute by torch's own kernels on CPUs", matters=False)

@@ -59,7 +59,7 @@ def from_axolotl(document: Mapping[str, Any], given: Given = NOTHING) -> Patch:
     Raises ValueError, with the field to change, for what Axolotl would not take either.
     """
     try:
-        patch = from_training_arguments(_arguments(document), given)
+        patch = from_training_arguments(_arguments(document, given), given)
     except ValueError as error:
         raise ValueError(_in_axolotls_words(str(error))) from error
     patch.left = [replace(left, setting=_in_axolotls_words(left.setting)) for left in patch.left]
@@ -73,7 +73,7 @@ def from_axolotl(document: Mapping[str, Any], given: Given = NOTHING) -> Patch:
     return patch
 
 
-def _arguments(document: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(document: Mapping[str, Any], given: Given) -> dict[str, Any]:
     """Return the TrainingArguments that Axolotl makes of its fields."""
     said: dict[str, Any] = {**DEFAULTS} | {key: value for key, value in document.items() if value is not None}
     arguments = {name: said[key] for key, name in ARGUMENTS.items()} | {key: said[key] for key in SAME if key in said}
@@ -81,9 +81,11 @@ def _arguments(document: Mapping[str, Any]) -> dict[str, Any]:
     if low is not None and arguments["lr_scheduler_type"] == "cosine":
         arguments |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": low}}
     if not {"warmup_steps", "warmup_ratio"} & said.keys():
-        steps = said.get("max_steps")
-        is_known = isinstance(steps, int) and steps > 0
-        arguments |= {"warmup_steps": min(int(0.03 * steps), 100)} if is_known else {"warmup_ratio": 0.03}
+        steps = given.steps or said.get("max_steps")
+        if isinstance(steps, int) and steps > 0:
+            arguments["warmup_steps"] = min(int(0.03 * steps), 100)
+        else:
+            arguments["warmup_ratio"] = 0.03
     for every, strategy in (("eval_steps", "eval_strategy"), ("save_steps", "save_strategy")):
         if every in said:
             arguments.setdefault(strategy, "steps")

@@ -35,7 +35,7 @@ _DTYPES = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16"
 def from_deepspeed(document: Mapping[str, Any], given: Given = NOTHING) -> Patch:
     """Read the JSON that `deepspeed.initialize(config=…)` takes.
 
-    given: the number of processes, which the file does not have, and a batch size for one that says "auto".
+    given: the number of processes, which the file does not have; the others for a file that says "auto".
     Raises ValueError, with the setting to change, for what DeepSpeed would not take either.
     """
     patch = Patch()
@@ -54,6 +54,8 @@ def from_deepspeed(document: Mapping[str, Any], given: Given = NOTHING) -> Patch
     _set_optimizer(config.section("optimizer"))
     _set_schedule(config.section("scheduler"))
     _set_step(config, given)
+    if given.steps is not None:
+        patch.set("training.steps", given.steps)
     _leave_the_rest(config)
     return patch
 
@@ -223,7 +225,7 @@ def _set_step(config: Section, given: Given) -> None:
     if whole is not None and per_rank is None and accumulated is None:
         # DeepSpeed takes the whole batch of a rank in one pass then, and so does a job.
         accumulated = 1
-    set_batch(config.patch, Batch(per_rank or given.batch_size, accumulated, whole, names))
+    set_batch(config.patch, Batch(given.batch_size or per_rank, accumulated, whole, names))
     dtype = config.take("communication_data_type")
     if str(dtype) in _DTYPES:
         config.patch.set("parallelism.wide_communication", _DTYPES[str(dtype)])

@@ -166,10 +166,14 @@ class Section:
 
 
 class Given(NamedTuple):
-    """The number of processes, and the samples of one forward pass of each, which many files lack and the user gives."""
+    """Numbers that the user gives, which many files lack; each takes the place of the file's.
+
+    workers: the number of processes. batch_size: samples of one process and forward pass. steps: of the optimizer.
+    """
 
     workers: int | None = None
     batch_size: int | None = None
+    steps: int | None = None
 
 
 NOTHING = Given()

@@ -99,7 +99,7 @@ def set_warmup(patch: Patch, setting: str, value: Any, num_steps: int | None) ->
     elif num_steps is not None:
         patch.set("training.schedule.warmup_steps", ceil(value * num_steps))
     else:
-        reason = "the number of steps is known with the data alone: set training.schedule.warmup_steps"
+        reason = "the number of steps is known with the data alone: give --steps, or set training.schedule.warmup_steps"
         patch.leave(setting, value, reason, matters=True)
 
 

@@ -26,7 +26,7 @@ _SCHEDULES = {"1f1b": "1f1b", "interleaved1f1b": "interleaved"}
 def from_torchtitan(document: Mapping[str, Any], given: Given = NOTHING) -> Patch:
     """Read the file of `--job.config_file`.
 
-    given: the number of processes, for a file whose data_parallel_shard_degree is -1.
+    given: the number of processes, for a file whose data_parallel_shard_degree is -1; others in the place of the file's.
     Raises ValueError, with the setting to change, for what torchtitan would not take either.
     """
     patch = Patch()
@@ -69,14 +69,15 @@ def _set_ranks(parallelism: Section, given: Given) -> None:
     if degrees["tensor"] > 1:
         # torchtitan divides the tokens of norms, too, wherever it divides layers.
         patch.set("parallelism.sequence", True)
-    copies, shards = (
-        parallelism.whole("data_parallel_replicate_degree") or 1,
-        int(parallelism.number("data_parallel_shard_degree", -1)),
-    )
-    if shards != -1:
-        patch.set("resources.workers", copies * shards * prod(degrees.values()))
-    elif given.workers is not None:
-        patch.set("resources.workers", given.workers)
+    copies = parallelism.whole("data_parallel_replicate_degree") or 1
+    shards = int(parallelism.number("data_parallel_shard_degree", -1))
+    ranks = None if shards == -1 else copies * shards * prod(degrees.values())
+    if None not in (ranks, given.workers) and ranks != given.workers:
+        raise ValueError(
+            f"--workers is {given.workers}; allowed: {ranks}, the product of the degrees in parallelism. Leave it out."
+        )
+    if (workers := ranks or given.workers) is not None:
+        patch.set("resources.workers", workers)
     if copies > 1 and shards != 1:
         reason = "all ranks that read samples shard together, across nodes too"
         patch.leave(parallelism.path("data_parallel_replicate_degree"), copies, reason, matters=False)
@@ -116,11 +117,13 @@ def _set_pipeline(parallelism: Section, *, is_on: bool) -> None:
 def _set_training(training: Section, validation: Section, given: Given) -> None:
     """Set length, batch and clipping."""
     patch = training.patch
-    patch.set("training.steps", training.take_raw("steps", 10_000))
+    steps = training.take_raw("steps", 10_000)
+    patch.set("training.steps", given.steps or steps)
     patch.set("training.sequence_length", training.take_raw("seq_len", 2048))
     patch.set("training.gradient_clip", training.take_raw("max_norm", 1.0) or None)
     names = ("training.local_batch_size", "accumulation", "training.global_batch_size")
-    own, asked = training.whole("local_batch_size") or given.batch_size or 8, int(training.number("global_batch_size", -1))
+    own, asked = training.whole("local_batch_size") or 8, int(training.number("global_batch_size", -1))
+    own = given.batch_size or own
     in_pipeline = patch.get("training.micro_batch_size")
     ranks = patch.num_data_ranks
     if asked != -1 and ranks is not None and asked % (own * ranks):

@@ -57,7 +57,7 @@ def from_training_arguments(document: Mapping[str, Any], given: Given = NOTHING)
     if given.workers is not None:
         patch.set("resources.workers", given.workers)
     _set_precision(arguments)
-    _set_length(arguments)
+    _set_length(arguments, given)
     _set_optimization(arguments)
     if arguments.is_on("gradient_checkpointing"):
         patch.set("training.activation_checkpointing", "full")
@@ -65,10 +65,11 @@ def from_training_arguments(document: Mapping[str, Any], given: Given = NOTHING)
     if arguments.is_on("torch_compile") or backend is not None:
         set_compile(Section({}, patch, "torch_compile"), backend, mode)
     _set_engines(arguments, given)
+    asked = arguments.whole("per_device_train_batch_size")
     set_batch(
         patch,
         Batch(
-            arguments.whole("per_device_train_batch_size") or given.batch_size,
+            given.batch_size or asked,
             arguments.whole("gradient_accumulation_steps"),
             names=("per_device_train_batch_size", "gradient_accumulation_steps", "the whole batch"),
         ),
@@ -84,10 +85,11 @@ def _set_precision(arguments: Section) -> None:
     arguments.patch.set("precision.level", f"{halves[0]}-amp" if halves else "fp32")
 
 
-def _set_length(arguments: Section) -> None:
+def _set_length(arguments: Section, given: Given) -> None:
     """Set steps or epochs, evaluations and checkpoints, and the length of a sequence where SFTConfig has it."""
     patch = arguments.patch
     steps, epochs = arguments.number("max_steps", -1), arguments.number("num_train_epochs", 3.0)
+    steps = given.steps or steps
     if steps > 0:
         patch.set("training.steps", steps)
     else:

@@ -40,19 +40,25 @@ def _command(project: str, reader: Reader, file: str, does: str) -> Callable[...
         model: Annotated[
             str | None, typer.Option("--model", help="The job's model: a preset, or a saved one's folder.")
         ] = None,
-        steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps, if the file has none.")] = None,
-        name: Annotated[str, typer.Option("--name", help="The job's name.")] = f"from-{project}",
-        workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes, if the file does not say.")] = None,
+        steps: Annotated[
+            int | None, typer.Option("--steps", min=1, help="Optimizer steps, in the place of the file's.")
+        ] = None,
+        name: Annotated[
+            str | None, typer.Option("--name", help=f"The job's name; of a whole job by default from-{project}.")
+        ] = None,
+        workers: Annotated[
+            int | None, typer.Option("--workers", min=1, help="Number of processes, in the place of the file's.")
+        ] = None,
         batch_size: Annotated[
             int | None, typer.Option("--batch-size", min=1, help="Samples of a process and forward pass, likewise.")
         ] = None,
         output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; default: standard output.")] = None,
     ) -> None:
         try:
-            patch = reader(_load(source, is_toml=project == "torchtitan"), Given(workers, batch_size))
+            patch = reader(_load(source, is_toml=project == "torchtitan"), Given(workers, batch_size, steps))
         except ValueError as error:
             raise JobFileError(f"{source}: {error}") from error
-        whole = _with_options(patch.job, name=name, data=data, model=model, steps=steps)
+        whole = _with_options(patch.job, name=name, data=data, model=model, default_name=f"from-{project}")
         check_part(patch.job, source) if whole is None else check_spec(whole, source)
         _write(patch.job if whole is None else whole, output)
         if whole is not None and "global_batch_size" not in whole.get("training", {}):
@@ -75,18 +81,16 @@ def _load(source: str, *, is_toml: bool) -> dict[str, Any]:
 
 
 def _with_options(
-    part: dict[str, Any], *, name: str, data: str | None, model: str | None, steps: int | None
+    part: dict[str, Any], *, name: str | None, data: str | None, model: str | None, default_name: str
 ) -> dict[str, Any] | None:
-    """Return a whole job; None without data, for a part of one. What the user says takes the place of the file's."""
+    """Put name and model into a part of a job. Return the whole job; None without data, for a part alone."""
+    if name is not None:
+        part["name"] = name
     if model is not None:
         part["model"] = {"path": model} if model.startswith("/") else {"preset": model}
-    if steps is not None:
-        training = part.setdefault("training", {})
-        training.pop("epochs", None)
-        training["steps"] = steps
     if data is None:
         return None
-    return {"name": name, **part, "data": {"path": data, **part.get("data", {})}}
+    return {"name": default_name, **part, "data": {"path": data, **part.get("data", {})}}
 
 
 def _write(document: dict[str, Any], output: Path | None) -> None:

@@ -112,6 +112,14 @@ def test_degrees_divide_the_ranks_that_read_samples() -> None:
     assert patch.job["training"]["global_batch_size"] == 2 * 4 * 4
 
 
+def test_steps_of_the_user_settle_the_warm_up() -> None:
+    patch = from_axolotl(full(max_steps=None), Given(workers=4, steps=50))
+    assert patch.job["training"]["schedule"]["warmup_steps"] == 5
+    assert what_matters(patch) == []
+    defaults = from_axolotl({"learning_rate": 1e-4}, Given(workers=4, steps=1000)).job["training"]
+    assert (defaults["steps"], defaults["schedule"]["warmup_steps"]) == (1000, 30)
+
+
 def test_defaults_are_axolotls() -> None:
     training = from_axolotl({"base_model": "/m", "learning_rate": "1e-4", "max_steps": 1000}, Given(workers=2)).job["training"]
     assert training["schedule"] == {"name": "cosine", "warmup_steps": 30, "final_fraction": 0.0}

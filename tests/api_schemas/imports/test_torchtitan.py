@@ -154,6 +154,13 @@ def test_float8_where_ranks_divide_layers_is_te_with_the_same_recipe() -> None:
     assert whole(mx).precision.level == "te"
 
 
+def test_numbers_of_the_user_take_the_place_of_the_files() -> None:
+    training = from_torchtitan(llama(), Given(batch_size=4, steps=300)).job["training"]
+    assert (training["global_batch_size"], training["micro_batch_size"], training["steps"]) == (32, 4, 300)
+    with pytest.raises(ValueError, match=r"--workers is 4; allowed: 8, the product of the degrees in parallelism"):
+        from_torchtitan(llama(), Given(workers=4))
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [

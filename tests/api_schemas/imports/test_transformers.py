@@ -93,6 +93,16 @@ def test_what_people_set(tmp_path: Path) -> None:
     assert whole(patch).batch.num_micro_batches == 4
 
 
+def test_numbers_of_the_user_take_the_place_of_the_files(tmp_path: Path) -> None:
+    """Steps settle the share of the warm-up, too."""
+    patch = from_training_arguments(written(tmp_path, warmup_steps=0.1), Given(workers=2, batch_size=4, steps=200))
+    training = patch.job["training"]
+    assert (training["steps"], training["global_batch_size"], training["micro_batch_size"]) == (200, 8, 4)
+    assert training["schedule"]["warmup_steps"] == 20
+    assert "epochs" not in training
+    assert what_matters(patch) == []
+
+
 def test_without_the_number_of_processes_the_batch_is_left_over(tmp_path: Path) -> None:
     patch = from_training_arguments(written(tmp_path, gradient_accumulation_steps=4))
     assert "global_batch_size" not in patch.job["training"]

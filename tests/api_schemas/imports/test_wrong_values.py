@@ -112,7 +112,7 @@ max_norm = 1.0
 steps = 1000
 [parallelism]
 data_parallel_replicate_degree = 2
-data_parallel_shard_degree = 4
+data_parallel_shard_degree = 2
 tensor_parallel_degree = 2
 pipeline_parallel_degree = 1
 [checkpoint]

@@ -25,6 +25,14 @@ def octet_import(kind: str, document: Any, *options: str, folder: Path) -> Resul
     return CliRunner().invoke(build_app(), ["import", kind, str(file), *options])
 
 
+def test_each_option_has_an_effect_on_a_part_too(tmp_path: Path) -> None:
+    options = ["--name", "mine", "--model", "gpt-tiny", "--steps", "7", "--workers", "2", "--batch-size", "1"]
+    found = octet_import("accelerate", ZERO2, *options, folder=tmp_path)
+    part = yaml.safe_load(found.stdout)
+    assert (part["name"], part["model"], part["resources"]) == ("mine", {"preset": "gpt-tiny"}, {"workers": 2})
+    assert part["training"] == {"global_batch_size": 8, "micro_batch_size": 1, "steps": 7}
+
+
 def test_without_data_it_is_a_part_of_a_job(tmp_path: Path) -> None:
     found = octet_import("accelerate", ZERO2, "--batch-size", "2", folder=tmp_path)
     assert found.exit_code == 0, found.output
