@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf, isfinite, prod
 from typing import Any, NamedTuple
 
-ELSEWHERE = ("no", "none", "false", "0")
+WORDS_FOR_NOTHING = ("no", "none", "false", "0")
 """Words for nothing in the files of others, next to null, false, 0 and what is empty."""
 
 
@@ -241,7 +241,7 @@ def _divide(patch: Patch, batch: Batch) -> None:
 
 def says_nothing(value: Any) -> bool:
     """Return True for what a file writes where it wants nothing."""
-    return not value or str(value).lower() in ELSEWHERE
+    return not value or str(value).lower() in WORDS_FOR_NOTHING
 
 
 def _short(value: Any) -> str:

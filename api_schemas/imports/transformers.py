@@ -188,7 +188,7 @@ def _set_engines(arguments: Section, given: Given) -> None:
     fsdp, config = arguments.take("fsdp"), arguments.take("fsdp_config") or {}
     if fsdp is not None and isinstance(config, Mapping):
         words = fsdp.split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else []
-        set_fsdp_words(patch, config, words)
+        _set_fsdp(patch, config, words)
     elif fsdp is not None:
         patch.leave("fsdp_config", config, "the settings are in that file: write them in its place", matters=True)
     deepspeed = arguments.take("deepspeed")
@@ -200,7 +200,7 @@ def _set_engines(arguments: Section, given: Given) -> None:
     arguments.leave("parallelism_config", "set parallelism.tensor and context", matters=True)
 
 
-def set_fsdp_words(patch: Patch, config: Mapping[str, Any], words: list[str]) -> None:
+def _set_fsdp(patch: Patch, config: Mapping[str, Any], words: list[str]) -> None:
     """Set what FSDP shards from the words of transformers' `fsdp`, such as full_shard and auto_wrap, and its configuration."""
     values = {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
     for word in words:
