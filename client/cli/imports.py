@@ -24,9 +24,7 @@ from octet.client.errors import JobFileError
 from octet.client.job_file import check_part, check_spec, load_job_file, read_text
 from octet.client.terminal import Terminal
 
-_NO_BATCH = (
-    f"the job takes the default, {TrainingSpec.model_fields['global_batch_size'].default} samples a step: give --batch-size"
-)
+_NO_BATCH = f"the job takes the default, {TrainingSpec.model_fields['global_batch_size'].default} samples a step: give --batch-size and --workers"
 
 Reader = Callable[[Mapping[str, Any], Given], Patch]
 
@@ -62,7 +60,7 @@ def _command(project: str, reader: Reader, file: str, does: str) -> Callable[...
         check_part(patch.job, source) if whole is None else check_spec(whole, source)
         _write(patch.job if whole is None else whole, output)
         if whole is not None and "global_batch_size" not in whole.get("training", {}):
-            patch.leave("batch", "not in this file", _NO_BATCH, matters=True)
+            patch.leave("training.global_batch_size", "not set", _NO_BATCH, matters=True)
         _show_left_over(patch)
         if patch.left_something_that_matters:
             raise typer.Exit(LEFT_OVER)

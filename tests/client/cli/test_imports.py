@@ -65,7 +65,7 @@ def test_a_whole_job_without_a_batch_says_so(tmp_path: Path) -> None:
     found = octet_import("accelerate", ZERO2 | {"distributed_type": "NO"}, *options, folder=tmp_path)
     assert found.exit_code == 3
     assert yaml.safe_load(found.stdout)["model"] == {"path": "/models/llama"}
-    assert "left over: batch: not in this file: the job takes the default, 16 samples a step" in found.stderr
+    assert "left over: training.global_batch_size: not set: the job takes the default, 16 samples a step" in found.stderr
 
 
 def test_model_and_steps_are_not_guessed(tmp_path: Path) -> None:
