@@ -24,7 +24,8 @@ from octet.client.errors import JobFileError
 from octet.client.job_file import check_part, check_spec, load_job_file, read_text
 from octet.client.terminal import Terminal
 
-_NO_BATCH = f"the job takes the default, {TrainingSpec.model_fields['global_batch_size'].default} samples a step: give --batch-size and --workers"
+_DEFAULT_BATCH = TrainingSpec.model_fields["global_batch_size"].default
+_NO_BATCH = f"the job takes the default, {_DEFAULT_BATCH} samples a step: give --batch-size and --workers"
 
 Reader = Callable[[Mapping[str, Any], Given], Patch]
 
