@@ -3,8 +3,8 @@
 `precision_from_accelerate` takes an `fp8_config` block, or a whole `config.yaml`, with every key and spelling that
 Accelerate's YAML, command line, environment and keyword arguments use, or DeepSpeed's `msamp` section, and returns the
 `PrecisionSpec` that trains the same way. As in Accelerate, keys of a backend other than the chosen one are checked and
-then ignored. Unknown keys are errors. `PrecisionSpec.not_applied` names the settings that Octet does not apply (sharding,
-compilation, engines).
+then ignored. Unknown keys are errors. `PrecisionSpec.not_applied` names the settings of a whole file that are no precision
+(sharding, compilation, engines); `imports/accelerate.py` reads these into the fields of a job.
 """
 
 from collections.abc import Collection, Mapping
@@ -44,18 +44,19 @@ _OF_DELAYED_SCALING = {"amax_history_len": "1024", "amax_compute_algo": "most_re
 
 BACKENDS = {"ao": "ao", "torchao": "ao", "te": "te", "transformer_engine": "te", "msamp": "msamp", "ms_amp": "msamp"}
 LEVEL_OF_MIXED_PRECISION = {"no": "fp32", "fp16": "fp16-amp", "bf16": "bf16-amp"}
+_HERE = "precision reads no more than formats; `octet import accelerate` reads all. Set "
 NOT_APPLIED = {
-    "distributed_type": "jobs train data parallel",
-    "num_processes": "resources.workers decides",
-    "fsdp_config": "weights are not sharded",
-    "deepspeed_config": "DeepSpeed is not used; set batch sizes in training",
-    "megatron_lm_config": "Megatron-LM is not used",
-    "parallelism_config": "jobs train data parallel",
-    "dynamo_config": "jobs are not compiled",
-    "ipex_config": "IPEX is not used",
-    "downcast_bf16": "TPUs are not used",
+    "distributed_type": f"{_HERE}parallelism.zero_stage",
+    "num_processes": f"{_HERE}resources.workers",
+    "fsdp_config": f"{_HERE}parallelism.zero_stage: 3",
+    "deepspeed_config": f"{_HERE}parallelism.zero_stage and training",
+    "megatron_lm_config": f"{_HERE}parallelism.tensor, pipeline and sequence",
+    "parallelism_config": f"{_HERE}parallelism.tensor and context",
+    "dynamo_config": f"{_HERE}training.compile",
+    "ipex_config": "jobs compute by torch's own kernels on CPUs",
+    "downcast_bf16": "jobs run on GPUs and CPUs",
 }
-"""Keys of a whole configuration that would change training elsewhere but have no effect here, each with the reason."""
+"""Keys of a whole configuration that are no part of a job's `precision`, each with the field that has it, or the reason."""
 TOP_LEVEL_KEYS = frozenset(
     {
         *("command_file", "commands", "compute_environment", "debug", "deepspeed_config", "distributed_type"),
@@ -64,6 +65,12 @@ TOP_LEVEL_KEYS = frozenset(
         *("mixed_precision", "mpirun_config", "num_machines", "num_processes", "parallelism_config", "rdzv_backend"),
         *("same_network", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_zone", "use_cpu"),
     }
+)
+
+
+GATHER_NOT_APPLIED = (
+    "enable_fsdp_float8_all_gather: it is of torch's FSDP2; a job shards by parallelism.zero_stage 3, and gathers as "
+    "parallelism.wide_communication says"
 )
 
 
@@ -79,9 +86,7 @@ def precision_from_accelerate(document: Mapping[str, Any]) -> PrecisionSpec:
     """Read an `fp8_config` block or a whole `config.yaml`. The ValueError names the key to change."""
     if not {"fp8_config", "mixed_precision"} & document.keys():
         return _from_fp8_config(document)
-    for key in document:
-        if key not in TOP_LEVEL_KEYS:
-            raise ValueError(_unknown(key, "an Accelerate configuration", TOP_LEVEL_KEYS))
+    check_keys(document)
     mode = str(document.get("mixed_precision", "fp8")).lower()
     not_applied = _not_applied(document)
     if mode == "fp8":
@@ -92,6 +97,13 @@ def precision_from_accelerate(document: Mapping[str, Any]) -> PrecisionSpec:
     if mode not in LEVEL_OF_MIXED_PRECISION:
         raise ValueError(_not_one_of("mixed_precision", mode, (*LEVEL_OF_MIXED_PRECISION, "fp8")))
     return PrecisionSpec.model_validate({"level": LEVEL_OF_MIXED_PRECISION[mode], "not_applied": not_applied})
+
+
+def check_keys(document: Mapping[str, Any]) -> None:
+    """Raise ValueError for a key that no whole configuration has."""
+    for key in document:
+        if key not in TOP_LEVEL_KEYS:
+            raise ValueError(_unknown(key, "an Accelerate configuration", TOP_LEVEL_KEYS))
 
 
 def _not_applied(document: Mapping[str, Any]) -> tuple[str, ...]:
@@ -127,7 +139,7 @@ def _precision_of(options: Mapping[str, Any]) -> tuple[PrecisionSpec, tuple[str,
             torchao = TorchaoSpec(pad_inner_dim=_boolean(options, "pad_inner_dim", True))
             precision = PrecisionSpec(level="ao", torchao=torchao, skip_first_layers=1, skip_last_layers=1)
             gathers = _boolean(options, "enable_fsdp_float8_all_gather", False)
-            return precision, ("enable_fsdp_float8_all_gather: weights are not sharded",) if gathers else ()
+            return precision, (GATHER_NOT_APPLIED,) if gathers else ()
 
 
 def _in_one_spelling(block: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +180,9 @@ def _backend(options: Mapping[str, Any]) -> str:
 def _msamp(options: Mapping[str, Any]) -> PrecisionSpec:
     if not _boolean(options, "enabled", True):
         raise ValueError("enabled is false; allowed: true. Remove the msamp section to train without it.")
-    level = str(options.get("opt_level", "O2")).strip().upper()
+    # DeepSpeed's section has `enabled`, and MS-AMP's own default; Accelerate's options have another.
+    default = "O1" if "enabled" in options else "O2"
+    level = str(options.get("opt_level", default)).strip().upper()
     if level not in ("O1", "O2", "O3"):
         hint = f" Did you mean 'O{level[1:]}', with the letter O?" if level in ("01", "02", "03") else ""
         raise ValueError(_not_one_of("opt_level", options["opt_level"], ("O1", "O2", "O3")) + hint)

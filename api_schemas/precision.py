@@ -44,7 +44,7 @@ class TorchaoSpec(Contract):
     pad_inner_dim: bool = Field(default=False, description="pad inner dimensions to a multiple of 16 with zeros")
     fsdp_float8_all_gather: bool = Field(
         default=False,
-        description="gather sharded weights in FP8 under FSDP2; only in your own training loop, as jobs do not shard weights",
+        description="gather sharded weights in FP8 under FSDP2; only in a loop of your own, as jobs shard by zero_stage",
     )
 
 
@@ -78,7 +78,7 @@ class PrecisionSpec(Contract):
     not_applied: tuple[str, ...] = Field(
         default=(),
         max_length=64,
-        description="settings of an Accelerate configuration that have no effect here; filled in when one is read",
+        description="settings of an Accelerate configuration that are no precision, with what to set; filled in when read",
     )
 
     @property

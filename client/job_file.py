@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from octet.api_schemas import JobSpec, explain
 from octet.api_schemas.job import MAX_SPEC_BYTES, MAX_SPEC_VALUES
+from octet.api_schemas.problem import explain_details
 from octet.client.errors import JobFileError, SpecRefused
 
 MAX_CHARACTERS = MAX_SPEC_BYTES
@@ -68,11 +69,7 @@ class _JsonScalars(yaml.SafeLoader):
 
 def load_job_file(source: str) -> dict[str, Any]:
     """Read the document in a file, or on standard input for `-`. It is not validated. Raises JobFileError."""
-    try:
-        text = _read(source)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise JobFileError(f"cannot read {source}: {reason}. Give a YAML or JSON file, or - for stdin.") from error
+    text = read_text(source, "a YAML or JSON file")
     try:
         document = _parse(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -81,6 +78,27 @@ def load_job_file(source: str) -> dict[str, Any]:
         got = "nothing" if document is None else type(document).__name__
         raise JobFileError(f"{source} holds {got}; a job is a mapping with name, model, data and training.")
     return document
+
+
+def read_text(source: str, wanted: str) -> str:
+    """Read the text of a file or, for `-`, of standard input, and no more of it than a job may have. Raises JobFileError.
+
+    wanted: what to give in the place of a file that cannot be read.
+    """
+    try:
+        if source == "-":
+            text = sys.stdin.read(MAX_CHARACTERS + 1)
+        else:
+            with Path(source).open(encoding="utf-8") as file:
+                text = file.read(MAX_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise JobFileError(f"cannot read {source}: {reason}. Give {wanted}, or - for stdin.") from error
+    if len(text) > MAX_CHARACTERS:
+        raise JobFileError(
+            f"{source} has more than {MAX_CHARACTERS} characters, the most that the server reads. Give a job file."
+        )
+    return text
 
 
 def apply_settings(document: dict[str, Any], settings: Sequence[str]) -> None:
@@ -98,6 +116,21 @@ def apply_settings(document: dict[str, Any], settings: Sequence[str]) -> None:
         target[field] = parse_value(value, f"--set {setting}")
 
 
+def check_part(document: dict[str, Any], source: str) -> None:
+    """Validate the fields of a part of a job by themselves. Raises SpecRefused; rules that tie parts together come later."""
+    stand_ins = {"name": "x", "model": "gpt-tiny"} | document
+    stand_ins["data"] = {"path": "/data"} | stand_ins.get("data", {})
+    training = stand_ins.get("training", {})
+    if not {"steps", "epochs"} & training.keys():
+        stand_ins["training"] = {"steps": 1} | training
+    try:
+        JobSpec.model_validate(stand_ins)
+    except ValidationError as error:
+        details = [detail for detail in error.errors(include_url=False) if detail["loc"]]
+        if details:
+            raise SpecRefused(source, explain_details(details, JobSpec)) from error
+
+
 def parse_value(text: str, option: str) -> Any:
     """Read a value as a job file writes it. Raises JobFileError, which names the option."""
     try:
@@ -112,20 +145,6 @@ def check_spec(document: dict[str, Any], source: str) -> JobSpec:
         return JobSpec.model_validate(document)
     except ValidationError as error:
         raise SpecRefused(source, explain(error, JobSpec)) from error
-
-
-def _read(source: str) -> str:
-    """Read the text of a file or of standard input, and no more of it than a job may have. Raises JobFileError."""
-    if source == "-":
-        text = sys.stdin.read(MAX_CHARACTERS + 1)
-    else:
-        with Path(source).open(encoding="utf-8") as file:
-            text = file.read(MAX_CHARACTERS + 1)
-    if len(text) > MAX_CHARACTERS:
-        raise JobFileError(
-            f"{source} has more than {MAX_CHARACTERS} characters, the most that the server reads. Give a job file."
-        )
-    return text
 
 
 def _parse(text: str) -> Any:

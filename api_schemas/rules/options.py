@@ -168,7 +168,7 @@ LOOP_ONLY = Table(
         when=(differs("precision.torchao", None),),
         must=equals("precision.torchao.fsdp_float8_all_gather", False),
         allowed="false",
-        why="jobs do not shard weights, so there is nothing to gather",
+        why="it is of torch's FSDP2; a job shards by zero_stage 3, and gathers as parallelism.wide_communication says",
         change="Remove it.",
     ),
 )

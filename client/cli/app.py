@@ -1,7 +1,7 @@
 """Put the commands of `octet` together and run them.
 
 Exit status: 0 done (submit --watch, watch and demo: every job succeeded), 1 a job failed or was cancelled, 2 usage or a
-request that has to change, 3 no server that answers, 130 interrupted.
+request that has to change, 3 no server that answers (import: something that matters was left over), 130 interrupted.
 """
 
 from importlib.metadata import version as installed_version
@@ -71,8 +71,9 @@ def build_app() -> typer.Typer:
         for name, command in module.COMMANDS.items():
             app.command(name)(command)
     app.command("version")(version)
-    importers = typer.Typer(help="Write a job file from another project's configuration.", no_args_is_help=True)
-    importers.command("accelerate")(imports.accelerate)
+    importers = typer.Typer(help="Write a job, or a part of one, from another project's file.", no_args_is_help=True)
+    for name, command in imports.COMMANDS.items():
+        importers.command(name)(command)
     importers.callback()(_only_subcommands)
     app.callback()(_options)
     app.add_typer(importers, name="import")

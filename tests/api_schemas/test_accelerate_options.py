@@ -8,6 +8,8 @@ from octet.api_schemas.accelerate import precision_from_accelerate
 from octet.api_schemas.precision import PrecisionSpec, TorchaoSpec
 from octet.api_schemas.recipe import RecipeSpec
 
+HERE = "precision reads no more than formats; `octet import accelerate` reads all. Set "
+
 # Written as accelerate/examples and the wizard write it, after parsing the YAML.
 WHOLE_CONFIG: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
@@ -104,6 +106,7 @@ def test_options_of_ms_amp(option: dict[str, Any]) -> None:
 
 def test_ms_amp_by_name_and_deepspeeds_section() -> None:
     assert precision_from_accelerate({"backend": "MSAMP"}) == PrecisionSpec(level="O2")
+    assert precision_from_accelerate({"enabled": True}) == PrecisionSpec(level="O1")  # the default of MS-AMP's own section
     section = {"enabled": True, "opt_level": "O3", "use_te": True}
     assert precision_from_accelerate(section) == PrecisionSpec(level="O3", recipe=PrecisionSpec(level="te").resolved_recipe)
 
@@ -129,16 +132,16 @@ def test_options_without_effect_are_named_in_the_answer() -> None:
     assert precision_from_accelerate(sharded) == precision_from_accelerate(WHOLE_CONFIG).model_copy(
         update={
             "not_applied": (
-                "distributed_type FSDP: jobs train data parallel",
-                "num_processes 8: resources.workers decides",
-                "fsdp_config: fsdp_version: weights are not sharded",
-                "deepspeed_config: gradient_accumulation_steps: DeepSpeed is not used; set batch sizes in training",
-                "dynamo_config: dynamo_backend: jobs are not compiled",
+                f"distributed_type FSDP: {HERE}parallelism.zero_stage",
+                f"num_processes 8: {HERE}resources.workers",
+                f"fsdp_config: fsdp_version: {HERE}parallelism.zero_stage: 3",
+                f"deepspeed_config: gradient_accumulation_steps: {HERE}parallelism.zero_stage and training",
+                f"dynamo_config: dynamo_backend: {HERE}training.compile",
             )
         }
     )
     gathering = precision_from_accelerate({"backend": "AO", "enable_fsdp_float8_all_gather": True})
-    assert gathering.not_applied == ("enable_fsdp_float8_all_gather: weights are not sharded",)
+    assert "a job shards by parallelism.zero_stage 3, and gathers as" in gathering.not_applied[0]
 
 
 def test_a_configuration_that_switches_compilation_off_asks_for_nothing() -> None:

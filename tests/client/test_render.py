@@ -207,9 +207,9 @@ def test_a_failed_job_says_why_and_what_to_do(make_job: MakeJob) -> None:
 
 def test_settings_that_are_not_applied_are_named(make_job: MakeJob) -> None:
     job = make_job()
-    sharded = job.spec.precision.model_copy(update={"not_applied": ("fsdp_config: fsdp_version: weights are not sharded",)})
+    sharded = job.spec.precision.model_copy(update={"not_applied": ("fsdp_config: fsdp_version: set parallelism.zero_stage",)})
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"precision": sharded})})
-    assert facts(job)["ignored"] == "fsdp_config: fsdp_version: weights are not sharded"
+    assert facts(job)["ignored"] == "fsdp_config: fsdp_version: set parallelism.zero_stage"
 
 
 def test_results_of_a_job(make_job: MakeJob, make_summary: MakeSummary) -> None:

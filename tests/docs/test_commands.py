@@ -104,6 +104,10 @@ ELSEWHERE = {
     r"octet (submit job\.yaml --watch|exports JOB|download JOB --export .*)": Elsewhere(
         "tests/client/test_download.py", "def test_an_export_is_asked_for_shown_and_downloaded"
     ),
+    r"python -m octet\.compat\.msamp mnist\.py .*": Elsewhere("tests/compat/test_msamp.py", "def test_its_mnist_example_runs"),
+    r"octet import (accelerate|deepspeed|transformers|axolotl|torchtitan) .*": Elsewhere(
+        "tests/client/cli/test_imports.py", "def test_each_kind_of_file_is_a_job"
+    ),
     r"vllm serve .*": Elsewhere("docs/serving.md", "have neither server", "vLLM"),
     r"python -m sglang\.launch_server .*": Elsewhere("docs/serving.md", "have neither server", "SGLang"),
     r"python -m benchmarks\.gpu\.roofline .*": Elsewhere("tests/worker/fp8/test_speedups.py", "as_text([computed_table()])"),

@@ -49,7 +49,11 @@ def test_each_link_is_a_folder_of_the_checkout() -> None:
 def test_the_wheel_has_every_module_below_one_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
-    modules = {"octet/__init__.py"} | {
+    own = {
+        f"octet/{path.relative_to(ROOT / 'octet')}"
+        for path in [*(ROOT / "octet").glob("*.py"), *(ROOT / "octet/compat").rglob("*.py")]
+    }
+    modules = own | {
         f"octet/{path.relative_to(ROOT)}"
         for name in PACKAGES
         for path in (ROOT / name).rglob("*.py")

@@ -67,7 +67,7 @@ def initialize(
 
     opt_level: a level's name, with the other fields of `PrecisionSpec` as options; or a whole spec;
     default "O2". The option `recipe` may be one of Accelerate's (TERecipeKwargs, AORecipeKwargs,
-    MSAMPRecipeKwargs, FP8RecipeKwargs), which chooses the level unless opt_level does. The option
+    MSAMPRecipeKwargs, FP8RecipeKwargs, or a dict of their fields), which chooses the level unless opt_level does. The option
     `norms="bf16"` gives LayerNorm and RMSNorm weights and outputs in bf16, with fp32 statistics.
     optimizer_name: adamw, adam, lion or sgd, with default hyperparameters, for all parameters;
     without it and an optimizer there is none. seed: for stochastic rounding. tokens: how many a
