@@ -3,8 +3,9 @@
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import bindparam, case, func, literal_column, or_, select
+from sqlalchemy import bindparam, case, func, literal_column, null, or_, select
 from sqlalchemy import delete as sql_delete
+from sqlalchemy import update as sql_update
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import JobState
@@ -53,6 +54,7 @@ class ChildSummary(NamedTuple):
     job_id: str
     kind: OutcomeKind | None
     state: JobState | None
+    finished_at: datetime | None
 
 
 def children_of(session: Session, comparison_id: str) -> list[ChildSummary]:
@@ -71,6 +73,11 @@ def outcomes_of(session: Session, comparison_id: str, *, has_points: bool) -> li
 def without_outcome(session: Session, comparison_id: str) -> list[ChildState]:
     """List the children whose outcome is not known, in the order of their jobs' ids."""
     return [ChildState(child, job) for child, job in session.execute(_WITHOUT_OUTCOME, {"id": comparison_id})]
+
+
+def forget_outcome(session: Session, job_id: str) -> None:
+    """Forget the outcome of a job that goes on, in the comparisons that are not over. The caller has locked the job."""
+    session.execute(_FORGET, {"child_job_id": job_id})
 
 
 def to_advance(session: Session) -> list[str]:
@@ -116,7 +123,7 @@ _TO_WRITE = (
 _OF_COMPARISON = ComparisonChildRow.comparison_id == bindparam("id")
 _KIND = ComparisonChildRow.outcome["kind"].as_string()
 _CHILDREN = (
-    select(ComparisonChildRow.arm, ComparisonChildRow.seed, ComparisonChildRow.job_id, _KIND, JobRow.state)
+    select(ComparisonChildRow.arm, ComparisonChildRow.seed, ComparisonChildRow.job_id, _KIND, JobRow.state, JobRow.finished_at)
     .outerjoin(JobRow, JobRow.id == ComparisonChildRow.job_id)
     .where(_OF_COMPARISON)
     .order_by(ComparisonChildRow.seed, ComparisonChildRow.arm)
@@ -130,6 +137,13 @@ _OUTCOMES_WITHOUT_POINTS = select(
     ComparisonChildRow.outcome["why"].as_string(),
     ComparisonChildRow.outcome["summary"],
 ).where(*_HAS_OUTCOME)
+_NOT_OVER = select(ComparisonRow.id).where(ComparisonRow.state.in_([each for each in ComparisonState if not each.is_terminal]))
+_FORGET = (
+    sql_update(ComparisonChildRow)
+    .where(ComparisonChildRow.comparison_id.in_(_NOT_OVER), ComparisonChildRow.job_id == bindparam("child_job_id"))
+    .values(outcome=null())
+    .execution_options(synchronize_session=False)
+)
 _WITHOUT_OUTCOME = (
     select(ComparisonChildRow, JobRow)
     .outerjoin(JobRow, JobRow.id == ComparisonChildRow.job_id)

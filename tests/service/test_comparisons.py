@@ -333,3 +333,38 @@ def test_reports_are_made_once_for_their_outcomes(
         whole, short = (comparisons.outcomes_of(session, found.id, has_points=each) for each in (True, False))
     assert all(outcome.points for outcome in whole.values() if outcome.kind == "succeeded")
     assert short == {child: outcome.model_copy(update={"points": ()}) for child, outcome in whole.items()}
+
+
+def test_a_child_that_is_retried_gives_its_new_outcome(client: TestClient, world: World, asked: Document) -> None:
+    """The first outcome of O1 is a failure, which a retry makes good. The report of the first is not shown again."""
+    comparison = submit(client, asked | {"at_once": 1})
+    retried: list[str] = []
+
+    def look() -> ComparisonDetails:
+        found = read(client, comparison.id)
+        for child in found.children:
+            if not retried and child.arm == "O1" and child.outcome == "failed":
+                assert found.report.arms[1].answer == "failed"
+                world.retry(child.job_id)
+                retried.append(child.job_id)
+                again = read(client, comparison.id)
+                assert [each.outcome for each in again.children if each.job_id == child.job_id] == [None]
+                assert again.report.arms[1].answer != "failed"
+        return found
+
+    failures: dict[str, FailureReason] = {"O1": FailureReason.DATA_ERROR}
+    found = run(world, look, lambda: failures.clear() if retried else None, failures)
+    assert retried
+    assert [child.outcome for child in found.children if child.job_id == retried[0]] == ["succeeded"]
+    assert [arm.answer for arm in found.report.arms] == ["baseline", "yes", "no"]
+    check_invariants(world)
+
+
+def test_a_retry_after_the_end_changes_no_report(client: TestClient, world: World, asked: Document) -> None:
+    comparison = submit(client, asked)
+    found = run(world, lambda: read(client, comparison.id), failures={"O2": FailureReason.DIVERGED})
+    failed = next(child.job_id for child in found.children if child.outcome == "diverged")
+    world.retry(failed)
+    again = read(client, comparison.id)
+    assert (again.state, again.report) == (found.state, found.report)
+    assert [child.outcome for child in again.children if child.job_id == failed] == ["diverged"]
