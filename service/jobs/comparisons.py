@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Sequence
 from datetime import datetime
 from functools import lru_cache
 
+from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import JobState, JobSummary
@@ -30,6 +31,8 @@ from octet.service.store.ids import is_id, new_id
 from octet.service.store.jobs import TakenKey
 
 MOST_REPORTS = 16
+_unreadable: set[str] = set()
+"""The comparisons that are logged as unreadable."""
 _WHOLE_CURVE = 2**53
 _reports: dict[tuple[str, frozenset[ChildSummary]], ComparisonReport] = {}
 """The last reports, by comparison and the children that have outcomes: one of 32 arms and 30 seeds takes 0.7 s."""
@@ -190,6 +193,19 @@ def shown(row: ComparisonRow) -> Comparison:
         finished_at=row.finished_at,
         spec=_spec_of(row),
     )
+
+
+def readable(rows: Sequence[ComparisonRow]) -> list[Comparison]:
+    """Show the comparisons of a list. One that another version stored and this one cannot read is left out, and logged once."""
+    found = []
+    for row in rows:
+        try:
+            found.append(shown(row))
+        except ValidationError as error:
+            if row.id not in _unreadable:
+                _unreadable.add(row.id)
+                logger.error("comparison %s cannot be read by this version; lists leave it out: %s", row.id, error)
+    return found
 
 
 def details(session: Session, row: ComparisonRow) -> ComparisonDetails:

@@ -1,5 +1,6 @@
 """SQL about comparisons and their children. A transaction that changes a comparison locks its row first, then its jobs'."""
 
+import math
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -84,9 +85,15 @@ def to_advance(session: Session) -> list[str]:
     """List the running comparisons that have a child that ended, or that may queue another one; oldest first."""
     found = []
     for comparison_id, spec, queues_more, num_alive, num_ended in session.execute(_RUNNING):
-        if num_ended or (queues_more and num_alive < spec["at_once"]):
+        if num_ended or (queues_more and num_alive < _at_once(spec)):
             found.append(comparison_id)
     return found
+
+
+def _at_once(spec: Any) -> float:
+    """Read how many children may be alive. A stored comparison that lacks it is advanced, which says what is wrong with it."""
+    at_once = spec.get("at_once") if isinstance(spec, dict) else None
+    return at_once if isinstance(at_once, int) else math.inf
 
 
 def end(row: ComparisonRow, state: ComparisonState, message: str, now: datetime) -> None:
