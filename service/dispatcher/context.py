@@ -72,6 +72,13 @@ class AskedPlan(NamedTuple):
     asked_s: float
 
 
+class FailedItem(NamedTuple):
+    """An item of a step that raised. due_s: when it is tried again, by the context's monotonic clock."""
+
+    num_failures: int
+    due_s: float
+
+
 @dataclass
 class DispatcherContext:
     """The context of the loops. `leads_since` is None while another dispatcher leads."""
@@ -92,6 +99,8 @@ class DispatcherContext:
     asked_plans: dict[str, AskedPlan] = field(default_factory=dict)
     unplanned_since_s: dict[str, float] = field(default_factory=dict)
     """Since when each queued job without a plan is known, by its id."""
+    failed_comparisons: dict[str, FailedItem] = field(default_factory=dict)
+    """The comparisons that raised when they were last advanced, by id."""
     monotonic: Callable[[], float] = time.monotonic
     _token: str | None = None
 

@@ -201,6 +201,7 @@ def revive(session: Session, job: JobRow, event: JobEvent, now: datetime) -> Non
     job.reason = job.message = None
     if event is not JobEvent.EXPORT:
         job.summary = job.measured_to_planned = None
+        store.comparisons.forget_outcome(session, job.id)
     if job.num_attempts == 0:
         job.plan = None  # it may have been refused: it is planned again, for what the pool has by now
     # Failures by a full disk are left out of the budget by their number, so it starts there.

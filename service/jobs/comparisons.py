@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Sequence
 from datetime import datetime
 from functools import lru_cache
 
+from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import JobState, JobSummary
@@ -25,14 +26,16 @@ from octet.service.db.tables import ComparisonChildRow, ComparisonRow, JobRow
 from octet.service.errors import IdempotencyMismatch, IllegalTransition, NotFound
 from octet.service.jobs import commands
 from octet.service.jobs.requests import Request, body_hash_of
-from octet.service.store.comparisons import ChildState
+from octet.service.store.comparisons import ChildState, ChildSummary
 from octet.service.store.ids import is_id, new_id
 from octet.service.store.jobs import TakenKey
 
 MOST_REPORTS = 16
+_unreadable: set[str] = set()
+"""The comparisons that are logged as unreadable."""
 _WHOLE_CURVE = 2**53
-_reports: dict[tuple[str, int], ComparisonReport] = {}
-"""The last reports, by comparison and number of outcomes: one of 32 arms and 30 seeds takes 0.7 s."""
+_reports: dict[tuple[str, frozenset[ChildSummary]], ComparisonReport] = {}
+"""The last reports, by comparison and the children that have outcomes: one of 32 arms and 30 seeds takes 0.7 s."""
 
 logger = logging.getLogger(__name__)
 
@@ -192,10 +195,24 @@ def shown(row: ComparisonRow) -> Comparison:
     )
 
 
+def readable(rows: Sequence[ComparisonRow]) -> list[Comparison]:
+    """Show the comparisons of a list. One that another version stored and this one cannot read is left out, and logged once."""
+    found = []
+    for row in rows:
+        try:
+            found.append(shown(row))
+        except ValidationError as error:
+            if row.id not in _unreadable:
+                _unreadable.add(row.id)
+                logger.error("comparison %s cannot be read by this version; lists leave it out: %s", row.id, error)
+    return found
+
+
 def details(session: Session, row: ComparisonRow) -> ComparisonDetails:
     """Show a comparison with its children and what they show so far."""
     shown_row = shown(row)
     question = Question.of(shown_row.spec)
+    found = store.comparisons.children_of(session, row.id)
     children = tuple(
         Child(
             job_id=child.job_id,
@@ -204,15 +221,15 @@ def details(session: Session, row: ComparisonRow) -> ComparisonDetails:
             state=child.state,
             outcome=child.kind,
         )
-        for child in store.comparisons.children_of(session, row.id)
+        for child in found
     )
-    report = _report(session, row.id, question, sum(child.outcome is not None for child in children))
+    report = _report(session, row.id, question, frozenset(child for child in found if child.kind is not None))
     return ComparisonDetails(**dict(shown_row), children=children, report=report)
 
 
-def _report(session: Session, comparison_id: str, question: Question, num_outcomes: int) -> ComparisonReport:
-    """Report a comparison. An outcome never changes, so a report holds until there is another one; clients ask each second."""
-    key = (comparison_id, num_outcomes)
+def _report(session: Session, comparison_id: str, question: Question, known: frozenset[ChildSummary]) -> ComparisonReport:
+    """Report a comparison. A report holds until a child ends, or ends again after a retry; clients ask each second."""
+    key = (comparison_id, known)
     report = _reports.get(key) or report_of(question, outcomes_of(session, comparison_id, has_points=True))
     _reports[key] = report
     if len(_reports) > MOST_REPORTS:
@@ -260,6 +277,10 @@ def _record(session: Session, row: ComparisonRow) -> None:
     """Keep the outcomes of children that are over."""
     for child in store.comparisons.without_outcome(session, row.id):
         if not child.is_alive:
+            # A retry locks the job too, so it either comes first and is seen, or forgets this outcome.
+            job = store.jobs.lock_job(session, child.child.job_id)
+            if job is not None and not job.state.is_terminal:
+                continue
             child.child.outcome = json.loads(_outcome(session, child).model_dump_json())
     session.flush()
 

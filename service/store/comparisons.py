@@ -1,10 +1,12 @@
 """SQL about comparisons and their children. A transaction that changes a comparison locks its row first, then its jobs'."""
 
+import math
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import bindparam, case, func, literal_column, or_, select
+from sqlalchemy import bindparam, case, func, literal_column, null, or_, select
 from sqlalchemy import delete as sql_delete
+from sqlalchemy import update as sql_update
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import JobState
@@ -53,6 +55,7 @@ class ChildSummary(NamedTuple):
     job_id: str
     kind: OutcomeKind | None
     state: JobState | None
+    finished_at: datetime | None
 
 
 def children_of(session: Session, comparison_id: str) -> list[ChildSummary]:
@@ -73,13 +76,24 @@ def without_outcome(session: Session, comparison_id: str) -> list[ChildState]:
     return [ChildState(child, job) for child, job in session.execute(_WITHOUT_OUTCOME, {"id": comparison_id})]
 
 
+def forget_outcome(session: Session, job_id: str) -> None:
+    """Forget the outcome of a job that goes on, in the comparisons that are not over. The caller has locked the job."""
+    session.execute(_FORGET, {"child_job_id": job_id})
+
+
 def to_advance(session: Session) -> list[str]:
     """List the running comparisons that have a child that ended, or that may queue another one; oldest first."""
     found = []
     for comparison_id, spec, queues_more, num_alive, num_ended in session.execute(_RUNNING):
-        if num_ended or (queues_more and num_alive < spec["at_once"]):
+        if num_ended or (queues_more and num_alive < _at_once(spec)):
             found.append(comparison_id)
     return found
+
+
+def _at_once(spec: Any) -> float:
+    """Read how many children may be alive. A stored comparison that lacks it is advanced, which says what is wrong with it."""
+    at_once = spec.get("at_once") if isinstance(spec, dict) else None
+    return at_once if isinstance(at_once, int) else math.inf
 
 
 def end(row: ComparisonRow, state: ComparisonState, message: str, now: datetime) -> None:
@@ -116,7 +130,7 @@ _TO_WRITE = (
 _OF_COMPARISON = ComparisonChildRow.comparison_id == bindparam("id")
 _KIND = ComparisonChildRow.outcome["kind"].as_string()
 _CHILDREN = (
-    select(ComparisonChildRow.arm, ComparisonChildRow.seed, ComparisonChildRow.job_id, _KIND, JobRow.state)
+    select(ComparisonChildRow.arm, ComparisonChildRow.seed, ComparisonChildRow.job_id, _KIND, JobRow.state, JobRow.finished_at)
     .outerjoin(JobRow, JobRow.id == ComparisonChildRow.job_id)
     .where(_OF_COMPARISON)
     .order_by(ComparisonChildRow.seed, ComparisonChildRow.arm)
@@ -130,6 +144,13 @@ _OUTCOMES_WITHOUT_POINTS = select(
     ComparisonChildRow.outcome["why"].as_string(),
     ComparisonChildRow.outcome["summary"],
 ).where(*_HAS_OUTCOME)
+_NOT_OVER = select(ComparisonRow.id).where(ComparisonRow.state.in_([each for each in ComparisonState if not each.is_terminal]))
+_FORGET = (
+    sql_update(ComparisonChildRow)
+    .where(ComparisonChildRow.comparison_id.in_(_NOT_OVER), ComparisonChildRow.job_id == bindparam("child_job_id"))
+    .values(outcome=null())
+    .execution_options(synchronize_session=False)
+)
 _WITHOUT_OUTCOME = (
     select(ComparisonChildRow, JobRow)
     .outerjoin(JobRow, JobRow.id == ComparisonChildRow.job_id)

@@ -59,6 +59,13 @@ class LoopHealth(Collector):
             loop.num_failures += 1
             loop.is_failing = True
 
+    def item_failed(self) -> None:
+        """Count an item that raised while the others of its step went on. A thread without a loop changes nothing."""
+        name = getattr(self._here, "name", None)
+        if name is not None:
+            with self._lock:
+                self._loops[name].num_failures += 1
+
     def seconds_left(self) -> dict[str, float]:
         """Return the time that each running loop may still go without progress; negative for a loop that is stalled."""
         with self._lock:
@@ -73,7 +80,9 @@ class LoopHealth(Collector):
         return []
 
     def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily("octet_loop_failures", "steps of background loops that raised", labels=["loop"])
+        family = CounterMetricFamily(
+            "octet_loop_failures", "steps of background loops, or single items of them, that raised", labels=["loop"]
+        )
         with self._lock:
             for name, loop in self._loops.items():
                 family.add_metric([name], loop.num_failures)

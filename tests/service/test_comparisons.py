@@ -308,8 +308,16 @@ def test_a_comparison_that_cannot_go_on_holds_up_no_other(
     monkeypatch.setattr(comparisons, "queue_next", fails)
     with ThreadPoolExecutor(1) as executor:
         monkeypatch.setattr(world.context, "executor", executor)
-        with pytest.raises(ValueError, match="another version"):
+        woken: list[int] = []
+        monkeypatch.setattr(world.context, "wake", lambda: woken.append(1))
+        now_s = [0.0]
+        monkeypatch.setattr(world.context, "monotonic", lambda: now_s[0])
+        world.context.health.enter("compare")
+        for now_s[0] in (0.0, 1.0, 2.0, 3.0, 5.9):
             compare.step(world.context)
+        assert len(woken) == 1, "what cannot go on wakes nobody"
+        (counted,) = world.context.health.collect()
+        assert counted.samples[0].value == 2, "it is tried after 2 s, then after 4 s more"
     assert [len(read(client, each).children) for each in (broken, sound)] == [0, 2]
 
 
@@ -333,3 +341,56 @@ def test_reports_are_made_once_for_their_outcomes(
         whole, short = (comparisons.outcomes_of(session, found.id, has_points=each) for each in (True, False))
     assert all(outcome.points for outcome in whole.values() if outcome.kind == "succeeded")
     assert short == {child: outcome.model_copy(update={"points": ()}) for child, outcome in whole.items()}
+
+
+def test_a_child_that_is_retried_gives_its_new_outcome(client: TestClient, world: World, asked: Document) -> None:
+    """The first outcome of O1 is a failure, which a retry makes good. The report of the first is not shown again."""
+    comparison = submit(client, asked | {"at_once": 1})
+    retried: list[str] = []
+
+    def look() -> ComparisonDetails:
+        found = read(client, comparison.id)
+        for child in found.children:
+            if not retried and child.arm == "O1" and child.outcome == "failed":
+                assert found.report.arms[1].answer == "failed"
+                world.retry(child.job_id)
+                retried.append(child.job_id)
+                again = read(client, comparison.id)
+                assert [each.outcome for each in again.children if each.job_id == child.job_id] == [None]
+                assert again.report.arms[1].answer != "failed"
+        return found
+
+    failures: dict[str, FailureReason] = {"O1": FailureReason.DATA_ERROR}
+    found = run(world, look, lambda: failures.clear() if retried else None, failures)
+    assert retried
+    assert [child.outcome for child in found.children if child.job_id == retried[0]] == ["succeeded"]
+    assert [arm.answer for arm in found.report.arms] == ["baseline", "yes", "no"]
+    check_invariants(world)
+
+
+def test_a_retry_after_the_end_changes_no_report(client: TestClient, world: World, asked: Document) -> None:
+    comparison = submit(client, asked)
+    found = run(world, lambda: read(client, comparison.id), failures={"O2": FailureReason.DIVERGED})
+    failed = next(child.job_id for child in found.children if child.outcome == "diverged")
+    world.retry(failed)
+    again = read(client, comparison.id)
+    assert (again.state, again.report) == (found.state, found.report)
+    assert [child.outcome for child in again.children if child.job_id == failed] == ["diverged"]
+
+
+def test_a_comparison_that_cannot_be_read_is_left_out_and_others_go_on(
+    client: TestClient, world: World, asked: Document
+) -> None:
+    first, broken, last = (submit(client, asked).id for _ in range(3))
+    with world.database.write() as session:
+        row = comparisons.store.comparisons.find(session, broken)
+        assert row is not None
+        row.spec = {"levels": "of another version"}
+    shown = client.get("/v1/comparisons", params={"limit": 1})
+    assert shown.status_code == 200, shown.text
+    assert ([each["id"] for each in shown.json()["data"]], shown.json()["has_more"]) == ([last], True)
+    rest = client.get("/v1/comparisons", params={"limit": 1, "after": last}).json()
+    assert ([each["id"] for each in rest["data"]], rest["has_more"]) == ([first], False)
+    compare.step(world.context)
+    assert [len(read(client, each).children) for each in (first, last)] == [2, 2]
+    assert list(world.context.failed_comparisons) == [broken]
