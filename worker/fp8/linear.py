@@ -124,9 +124,11 @@ class Float8Linear(nn.Module):
         self, input: Tensor, plan: LinearPlan, output_dtype: torch.dtype | None = None, *, takes_over_activation: bool
     ) -> Tensor:
         """The output of a pass in which some product is in FP8, or the weight is held in codes."""
-        weight: Tensor = self.weight
-        if plan is self.values_plan and type(weight) is Float8Weight:  # a parametrization that returns what it is given
-            plan = self.plan
+        weight: Any = self._parameters.get("weight")
+        if type(weight) is not Float8Weight:
+            weight = self.weight
+            if plan is self.values_plan and type(weight) is Float8Weight:  # a parametrization that returns what it is given
+                plan = self.plan
         formats = plan.after_activation if takes_over_activation else plan.formats
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and type(weight) is Float8Weight and weight.state.entries:
@@ -148,12 +150,15 @@ class Float8Linear(nn.Module):
                 grad_output = Handoff(consumer, is_shared=False)
         dtype = activation_dtype(input) if output_dtype is None else output_dtype
         settings = ForwardPass(plan, formats, dtype, keeps, known, grad_output, grad_before)
+        bias: Any = self._parameters.get("bias")
+        if bias is None:
+            bias = self.bias  # perhaps a parametrization's
         if plan.adds_bias_after:
             output_TN: Tensor = Float8Products.apply(input.reshape(-1, self.in_features), weight, None, self, settings)
-            output_TN = output_TN if self.bias is None else output_TN + self.bias.to(dtype)
-            output = _in_shape(output_TN, input)
+            output_TN = output_TN if bias is None else output_TN + bias.to(dtype)
+            output = output_TN if input.dim() == 2 else in_shape(output_TN, (*input.shape[:-1], self.out_features))
         else:
-            output = Float8Products.apply(input, weight, self.bias, self, settings)
+            output = Float8Products.apply(input, weight, bias, self, settings)
         return output if grad_output is None else attach_gradient(output, grad_output)
 
     @property
@@ -170,9 +175,12 @@ class Float8Linear(nn.Module):
             return kernels.values_of(ScaledCodes(weight.codes, weight.dequant_scale, ScaleKind.TENSOR), dtype)
         return kernels.split_dequantize(weight.codes, weight.residual, weight.dequant_scale, dtype)
 
-    def weight_operand(self, weight: Tensor, plan: LinearPlan) -> Operand:
-        """Return the weight as `linear_output` takes it. weight: the parameter; in a graph perhaps its gradient's port."""
-        held = Operand(self.weight_values()) if plan.held_as is HeldAs.DECODED else self._held(weight, plan)
+    def weight_operand(self, held: Operand, plan: LinearPlan) -> Operand:
+        """Return the weight as `linear_output` takes it. held: see `held_weight`."""
+        if plan.takes_weight_as_held:
+            return held
+        if plan.held_as is HeldAs.DECODED:
+            held = Operand(self.weight_values())
         if plan.multiplies_codes:
             if plan.held_as is HeldAs.GATHERED and held.amax is not None:
                 self.weight_scaling.remember_amax(held.amax)
@@ -184,10 +192,12 @@ class Float8Linear(nn.Module):
     def weight_operand_again(self, saved: Operand, amax: Tensor | None, plan: LinearPlan) -> Operand:
         """Return the weight as `linear_gradients` takes it.
 
-        saved: what `saved_weight` returned. amax: the one that `weight_operand` returned.
+        saved: what waited for the backward pass. amax: the one that `weight_operand` returned.
         """
+        if plan.takes_weight_as_held:
+            return saved
         if plan.held_as is HeldAs.GATHERED:
-            saved = self._held(self.weight, plan)
+            saved = self.held_weight(self.weight, plan)
         if plan.multiplies_codes:
             return Operand(saved.data if self.is_transposed else saved.data.t(), saved.dequant_scale)
         held = Operand(self.weight_values()) if plan.held_as is HeldAs.DECODED else saved
@@ -200,18 +210,15 @@ class Float8Linear(nn.Module):
             operand = scaling.weight_operand_again(held, side, amax)
         return operand
 
-    def saved_weight(self, weight: Tensor, plan: LinearPlan) -> Operand:
-        """Return what waits for the backward pass: autograd checks that it is unchanged then."""
-        return Operand(weight) if plan.held_as is HeldAs.GATHERED else self._held(weight, plan)
+    def held_weight(self, weight: Tensor, plan: LinearPlan) -> Operand:
+        """Return the weight in the form that it has: values, or codes with their scale and amax.
 
-    def _held(self, weight: Tensor, plan: LinearPlan) -> Operand:
-        """Return the weight in the form that it has: values, or codes with their scale and amax."""
+        weight: the parameter; in a graph perhaps its gradient's port.
+        """
         if plan.held_as is HeldAs.VALUES:
             # Not detached: autograd does not look into the function, and each call of torch costs the host.
             return Operand(weight)
-        if torch.compiler.is_compiling() or plan.held_as is HeldAs.GATHERED:
-            weight = self.weight
-        held: Any = weight
+        held: Any = weight if type(weight) is Float8Weight else self.weight
         if plan.held_as is HeldAs.GATHERED:  # a GatheredWeight of `gathered.py`
             return Operand(held.codes, held.dequant_scale, held.whole_amax)
         return Operand(held.codes, held.dequant_scale, held.values_amax)
@@ -422,10 +429,11 @@ class Float8Products(torch.autograd.Function):
             ctx.shapes = shape, weight.shape
             return input.new_empty((*shape[:-1], layer.out_features), dtype=settings.output_dtype)
         needs_columns = settings.keeps and ctx.needs_input_grad[1] and "grad_weight" not in plan.high_precision
+        held = layer.held_weight(weight, plan)
         if "output" in plan.high_precision:
             output_TN, saved = _half_output(layer, input_TK, bias_N, settings, columns=needs_columns)
         else:
-            operand = layer.weight_operand(weight, plan)
+            operand = layer.weight_operand(held, plan)
             output_TN, saved = _output(layer, input_TK, operand, settings, columns=needs_columns)
             weight_amax = operand.amax
             if bias_N is not None:
@@ -435,8 +443,11 @@ class Float8Products(torch.autograd.Function):
                 output_TN = output_TN + bias_N if torch.compiler.is_compiling() else output_TN.add_(bias_N)
         if settings.formats.activation is not None:
             saved = input, saved[1]  # not reshaped: other functions keep the same tensor
-        ctx.save_for_backward(*saved, *layer.saved_weight(weight, plan), weight_amax)
-        return _in_shape(output_TN, input)
+        # Autograd checks in the backward pass that the weight is unchanged.
+        kept_weight = (weight, None, None) if plan.held_as is HeldAs.GATHERED else held
+        ctx.save_for_backward(*saved, *kept_weight, weight_amax)
+        # No view: autograd would refuse to add in place to a view that a function returns, which Falcon does.
+        return output_TN if len(shape) == 2 else in_shape(output_TN, (*shape[:-1], layer.out_features))
 
     @staticmethod
     @once_differentiable
@@ -484,18 +495,6 @@ class Float8Products(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias_N, None, None
 
 
-def _in_shape(output_TN: Tensor, input: Tensor) -> Tensor:
-    """Return the output in the shape of the input, with N in the place of K.
-
-    The result is no view: autograd would refuse to add in place to a view that a function returns,
-    which Falcon does. Nothing else uses output_TN.
-    """
-    shape = input.shape
-    if len(shape) == 2:
-        return output_TN
-    return in_shape(output_TN, (*shape[:-1], output_TN.shape[1]))
-
-
 def _output(
     layer: Float8Linear, input_TK: Tensor, weight: Operand, settings: ForwardPass, *, columns: bool
 ) -> tuple[Tensor, Saved]:
@@ -519,16 +518,17 @@ def _output(
         keeps = ("both" if shares else "columns") if columns else ("rows" if shares else "nothing")
         output_TN, *kept = kernels.linear_output(Operand(input_TK, None, amax), weight, formats, dtype, keeps=keeps)
         kind = formats.input.kind
-        of_columns = ScaledCodes(kept[-2], kept[-1], kind) if columns else None
+        of_columns = kept[-2:] if columns else None
         if handoff is not None and shares:
-            handoff.share(scaling, (ScaledCodes(kept[0], kept[1], kind), of_columns))
+            of_both = ScaledCodes(kept[0], kept[1], kind), ScaledCodes(kept[-2], kept[-1], kind) if columns else None
+            handoff.share(scaling, of_both)
     else:
         of_rows, of_columns = codes
         assert of_rows is not None
         [output_TN] = kernels.linear_output(Operand(of_rows.codes, of_rows.dequant_scale), weight, formats, dtype)
     if "grad_weight" in plan.high_precision:
         return output_TN, (half_to_save(input_TK), None)
-    return output_TN, (None, None) if of_columns is None else (of_columns.codes, of_columns.dequant_scale)
+    return output_TN, (None, None) if of_columns is None else (of_columns[0], of_columns[1])
 
 
 def _half_output(
@@ -574,12 +574,12 @@ def _input_again(
     """Return the input as `linear_gradients` takes it, from what was saved."""
     kept, number = saved
     assert kept is not None
+    scaling: Any = layer._modules["input_scaling"]
     if formats.activation is None:
         assert number is not None
-        codes, scale, _ = layer.input_scaling.kept_columns(kept, number)
-        return Operand(codes, scale)
+        return Operand(scaling.kept_columns(kept), number)
     if "output" in plan.high_precision:
-        codes, scale, _ = layer.input_scaling.activate_again(kept, formats.activation, grad_output_TN)
+        codes, scale, _ = scaling.activate_again(kept, formats.activation, grad_output_TN)
         return Operand(codes, scale)
     return Operand(kept, None, number)
 

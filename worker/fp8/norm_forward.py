@@ -53,8 +53,7 @@ class NormForward(Wrapper):
         """None where the norm does not write codes: a pass that is checkpointed selectively issues the same ops each time."""
 
     def __call__(self, input: Tensor) -> Tensor:
-        is_compiling = torch.compiler.is_compiling()
-        if is_compiling:
+        if torch.compiler.is_compiling():
             output = self._in_graph(input)
             return attach_place(output) if self.is_pure else output
         runs_fused = self.is_fused and (is_accelerator(input.device) or self._keeps_bf16(input))

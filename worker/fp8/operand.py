@@ -205,11 +205,9 @@ class OperandScaling(KeepsDtypes):
         if self.is_sampled and self.training:
             self.sample.copy_(other.sample)
 
-    def kept_columns(self, codes: Tensor, dequant_scale: Tensor) -> ScaledCodes:
+    def kept_columns(self, codes: Tensor) -> Tensor:
         """The columns that waited for the backward pass, (K, T), gathered once more where each rank has kept its tokens."""
-        if self.regather is not None and codes.dim() == 3:
-            codes = self.regather(codes).t()
-        return ScaledCodes(codes, dequant_scale, self.format.kind)
+        return codes if self.regather is None or codes.dim() != 3 else self.regather(codes).t()
 
     def extra_repr(self) -> str:
         return f"{self.format}, {self.format.kind.value} scales"

@@ -11,7 +11,7 @@ from functools import cache
 
 from octet.api_schemas.recipe import GemmName
 from octet.worker.fp8.recipe import ALL_GEMMS, Recipe
-from octet.worker.kernels import LinearFormats
+from octet.worker.kernels import LinearFormats, ScaleKind
 
 PLANNED_BY = frozenset(("training", "fallback", "activation", "weight", "gathers_codes", "keeps_products"))
 """The attributes of a layer that its plan depends on. It is also sampled in some steps (`Float8Linear.start_step`)."""
@@ -34,7 +34,8 @@ class LinearPlan:
     formats: of the operands; after_activation: the same where the layer also computes the
     activation before it. high_precision: the products that are computed in bf16. is_half: all
     products are, and the weight is held as values, as in a layer of bf16-amp. holds_codes: the weight
-    is a `Float8Weight`. multiplies_codes: the products take the weight's codes as they are held. An operand is
+    is a `Float8Weight`. multiplies_codes: the products take the weight's codes as they are held.
+    takes_weight_as_held: the products' ops quantize the weight by the amax that is held with it. An operand is
     quantized by the op of its product, unless something else has to see its codes or its amax:
     quantizes_input_first and quantizes_grad_first are True if it is quantized before.
     adds_bias_after: the autograd function leaves out the bias, since selective checkpointing
@@ -48,6 +49,7 @@ class LinearPlan:
     held_as: HeldAs
     holds_codes: bool
     multiplies_codes: bool
+    takes_weight_as_held: bool
     is_half: bool
     is_sampled: bool
     quantizes_input_first: bool
@@ -82,6 +84,7 @@ def plan_of(
         held_as=held_as,
         holds_codes=held_as not in (HeldAs.VALUES, HeldAs.GATHERED),
         multiplies_codes=held_as in (HeldAs.CODES, HeldAs.GATHERED),
+        takes_weight_as_held=held_as is HeldAs.SCALED and recipe.weight.kind is ScaleKind.TENSOR and not is_seen,
         is_half=high_precision == ALL_GEMMS and held_as is HeldAs.VALUES,
         is_sampled=is_sampled,
         quantizes_input_first=is_seen or keeps_products or "output" in high_precision,

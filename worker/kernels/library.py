@@ -99,28 +99,25 @@ def define(
     _LIBRARY.impl(name, _ON_DEVICE[name], "CUDA")
 
     def call_directly(*arguments: Any) -> Any:
-        if not _is_compiling() and _is_plain(arguments[0]):
-            return implementation()(*arguments)
-        return call(*arguments)
+        """Call the implementation of CUDA devices if that is all that torch's dispatcher would do.
+
+        The dispatcher costs as much as a launch.
+        """
+        first = arguments[0]
+        if type(first) is not Tensor and isinstance(first, (tuple, list)) and first:
+            first = first[0]
+        is_plain = (
+            type(first) is Tensor
+            and not _is_compiling()
+            and runs_directly(first)
+            and not (first.requires_grad and _is_grad_enabled())
+            and not num_dispatch_modes()
+            and not num_function_modes()
+            and present_transform() is None
+        )
+        return (implementation() if is_plain else call)(*arguments)
 
     return call_directly
-
-
-def _is_plain(argument: Any) -> bool:
-    """Return True if torch's dispatcher would only call the implementation of CUDA devices.
-
-    The dispatcher costs as much as a launch.
-    """
-    if type(argument) is not Tensor and isinstance(argument, (tuple, list)) and argument:
-        argument = argument[0]
-    return (
-        type(argument) is Tensor
-        and runs_directly(argument)
-        and not (argument.requires_grad and _is_grad_enabled())
-        and not num_dispatch_modes()
-        and not num_function_modes()
-        and present_transform() is None
-    )
 
 
 def define_composite(signature: str, run: Function, fake: Function) -> Function:

@@ -8,7 +8,7 @@ addresses in each step.
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import compress
+from itertools import chain, compress
 from operator import is_, not_
 from typing import Any
 
@@ -49,10 +49,13 @@ class AddressCache:
         )
 
     def _identify(self, optimizer: OptimizerStates, updates: _Updates) -> list[Any]:
-        """Return, in a fixed order, what is compared by identity: states on the host, groups, parameters and weights."""
-        parameters, groups = [parameter for parameter, _ in updates], [group for _, group in updates]
-        origins, weights = map(optimizer.origins.get, parameters), map(optimizer.quantized.get, parameters)
-        return [optimizer.host_states, *optimizer.param_groups, *groups, *parameters, *origins, *weights]
+        """Return, in a fixed order, what is compared by identity: states on the host, groups, parameters and weights.
+
+        Of what the optimizer holds by parameter, keys and values are listed: a look-up of a tensor calls Python.
+        """
+        origins, weights = optimizer.origins, optimizer.quantized
+        held = chain(*updates, origins, origins.values(), weights, weights.values(), optimizer.state)
+        return [optimizer.host_states, *optimizer.param_groups, *held]
 
     def _read(self, optimizer: OptimizerStates, updates: _Updates) -> list[Any]:
         """Return what is compared by value: addresses, the rest that rows depend on, codecs of groups, and `fused`."""
@@ -60,8 +63,8 @@ class AddressCache:
         parts: list[Any] = []
         for weight in self._weights:
             parts += (weight.dequant_scale, weight.amax, weight.residual, weight.elements)
-        for state in map(optimizer.state.get, [parameter for parameter, _ in updates]):
-            for value in () if state is None else state.values():
+        for state in optimizer.state.values():
+            for value in state.values():
                 if isinstance(value, dict):
                     parts += value.values()
                 else:

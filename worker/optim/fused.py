@@ -119,7 +119,8 @@ class FusedStep:
 
     def run(self, rows: Rows, groups: list[Group], finite: Tensor, seed: int) -> None:
         """One step, unless `finite`, bool () on the parameters' device, is false there. The host does not wait."""
-        gradients = [_contiguous(row.update.parameter) for row in rows.rows]
+        gradients = [gradient_of(row.update.parameter) for row in rows.rows]
+        gradients = [each if type(each) is Float8Gradient else each.contiguous() for each in gradients]
         decays = [bool(self.rule.decays(group)[1]) for group in groups]
         for (formats, device), columns in rows.with_gradients(gradients, decays).items():
             sizes = [row[_NUM_ELEMENTS] for row in columns]
@@ -164,11 +165,6 @@ class FusedStep:
             hold(known[1], host)
         hold(known[1])
         return known[1]
-
-
-def _contiguous(parameter: Tensor) -> Tensor:
-    gradient = gradient_of(parameter)
-    return gradient if type(gradient) is Float8Gradient else gradient.contiguous()
 
 
 def _addresses(update: Update, rule: Rule) -> list[int]:

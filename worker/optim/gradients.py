@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from octet.worker import kernels
-from octet.worker.fp8.fsdp import is_shard
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.kernels.torch_private import local_of
 
@@ -35,9 +34,10 @@ def gradient_of(parameter: Tensor) -> Tensor:
     """Return the gradient of what a parameter holds here; of a shard, that of the same rows."""
     gradient: Any = parameter.grad
     assert gradient is not None
-    if is_shard(gradient) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return local_of(gradient)
+    local = local_of(gradient)
+    if local is not gradient and gradient.placements != parameter.placements:
+        return local_of(gradient.redistribute(placements=parameter.placements))
+    return local
 
 
 def _stacked(numbers: Sequence[Tensor]) -> Tensor:

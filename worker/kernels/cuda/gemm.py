@@ -80,7 +80,8 @@ def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_ac
     if not (a_codes.numel() and b_codes.numel()):
         return torch.zeros(a_codes.shape[0], b_codes.shape[0], dtype=out_dtype, device=a_codes.device)
     if a_MK.kind is b_NK.kind is ScaleKind.TENSOR:  # by `plan`, on every device
-        a_codes, b_codes = with_adjacent_columns(a_codes), with_adjacent_columns(b_codes)
+        a_codes = a_codes if a_codes.is_contiguous() else with_adjacent_columns(a_codes)
+        b_codes = b_codes if b_codes.is_contiguous() else with_adjacent_columns(b_codes)
         # F.scaled_mm, which takes every kind of scale, spends on its arguments what five launches take.
         scales = a_MK.dequant_scale, b_NK.dequant_scale
         return scaled_mm(a_codes, b_codes.t(), *scales, out_dtype=out_dtype, use_fast_accum=fast_accumulation)

@@ -167,7 +167,7 @@ _SENT: dict[tuple[str, torch.device], tuple[list[Any], Tensor]] = {}
 
 def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> Tensor:
     """See the twin. Two launches; in fp32, whatever the gradients' dtypes."""
-    if any(each.is_complex() for each in gradients):
+    if any(map(Tensor.is_complex, gradients)):
         scaled = [_as_real(each, order) for each in scaled]
         gradients = [_as_real(each, order) for each in gradients]
     table, parts, _ = _parts(gradients, scaled, order)
@@ -178,7 +178,7 @@ def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -
 
 def total_norm(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> Tensor:
     """See the twin. Two launches; in fp32, whatever the gradients' dtypes."""
-    if any(each.is_complex() for each in gradients):
+    if any(map(Tensor.is_complex, gradients)):
         scaled = [_as_real(each, order) for each in scaled]
         gradients = [_as_real(each, order) for each in gradients]
     _, parts, _ = _parts(gradients, scaled, order)
@@ -189,7 +189,7 @@ def total_norm(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: flo
 
 def clip_(gradients: Sequence[Tensor], scaled: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """See the twin. One launch; one more op of torch for values that are not contiguous."""
-    if any(each.is_complex() for each in gradients):
+    if any(map(Tensor.is_complex, gradients)):
         gradients, scaled = [_as_real(each) for each in gradients], [_as_real(each) for each in scaled]
     dense = [index for index, gradient in enumerate(gradients) if gradient.is_contiguous()]
     if len(dense) < len(gradients):

@@ -25,7 +25,7 @@ from octet.worker.kernels.cuda.rescale import FORMAT_NAMES
 from octet.worker.kernels.scales import ScaledCodes, ScaleKind
 
 _FP32 = torch.float32
-_empty = torch.empty_strided
+_empty, _empty_like = torch.empty_strided, torch.empty_like
 
 
 class _Plan(NamedTuple):
@@ -100,7 +100,7 @@ def _encode(
     """Return the tensors of `quantize_operand`. new_amax: is raised to the amax of x."""
     _, encode, sides, rows, columns = plan
     device = x.device
-    scale = _empty((), (), dtype=_FP32, device=device)
+    scale = _empty_like(amax)
     if sides == "rows":
         codes = _empty(*rows, dtype=dtype, device=device)
         encode(x, amax, stored_scale, codes, scale, new_amax)
@@ -110,7 +110,7 @@ def _encode(
         encode(x, amax, None, stored_scale, new_amax, None, scale, codes_t, scale)
         return [codes_t, scale]
     codes = _empty(*rows, dtype=dtype, device=device)
-    column_scale = _empty((), (), dtype=_FP32, device=device)  # an op's results share no memory
+    column_scale = _empty_like(amax)  # an op's results share no memory
     encode(x, amax, None, stored_scale, new_amax, codes, scale, codes_t, column_scale)
     return [codes, scale, codes_t, column_scale]
 
