@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -43,11 +44,13 @@ class Findings:
         return {kind: found for kind, found in self.by_kind().items() if found}
 
 
-def audit(session: Session, accepted: Mapping[str, str], expected: Mapping[int, Curve]) -> Findings:
+def audit(
+    session: Session, accepted: Mapping[str, str], expected: Mapping[int, Curve], lease_grace: timedelta = timedelta(0)
+) -> Findings:
     """Check every job of a database after its customers have seen it end.
 
     accepted: the id that the API gave for each idempotency key; a job's name is its key. expected: the curve of an
-    undisturbed job, by its number of ranks.
+    undisturbed job, by its number of ranks. lease_grace: after a lease, until its attempt counts as gone.
     """
     findings = Findings()
     jobs = {job.id: job for job in session.scalars(select(JobRow))}
@@ -63,7 +66,7 @@ def audit(session: Session, accepted: Mapping[str, str], expected: Mapping[int, 
             findings.gaps_in_events.append(job.id)
         if not _is_numbered(lines[job.id], job.last_log_seq):
             findings.gaps_in_logs.append(job.id)
-        findings.overlapping_attempts += [f"{job.id}: {words}" for words in _overlaps(job, attempts[job.id])]
+        findings.overlapping_attempts += [f"{job.id}: {words}" for words in _overlaps(job, attempts[job.id], lease_grace)]
         findings.steps_counted_twice += [f"{job.id}: {words}" for words in _counted_twice(attempts[job.id], curves[job.id])]
         _check_end(findings, job, attempts[job.id], curves[job.id], expected)
     return findings
@@ -85,16 +88,19 @@ def _check_end(
         findings.curves_that_differ.append(job.id)
 
 
-def _overlaps(job: JobRow, attempts: list[AttemptRow]) -> Iterator[str]:
-    """Find attempts that were placed before the former one's processes were known to be gone."""
+def _overlaps(job: JobRow, attempts: list[AttemptRow], lease_grace: timedelta) -> Iterator[str]:
+    """Find attempts that were placed before the former one's processes were known to be gone, or had no lease any more."""
     if [attempt.epoch for attempt in attempts] != list(range(1, job.num_attempts + 1)):
         yield f"epochs {[attempt.epoch for attempt in attempts]} of {job.num_attempts} attempts"
     for before, after in pairwise(attempts):
-        over_at = max(filter(None, (before.finished_at, before.released_at)), default=None)
-        if before.finished_at is None or over_at is None or over_at > after.created_at:
+        lease_ends = None if before.lease_expires_at is None else before.lease_expires_at + lease_grace
+        is_gone = before.released_at is not None and before.released_at <= after.created_at
+        is_fenced = lease_ends is not None and lease_ends < after.created_at
+        if before.finished_at is None or before.finished_at > after.created_at or not (is_gone or is_fenced):
             yield (
-                f"attempt {before.epoch} ({before.state.value}, {before.reason}) ended at {before.finished_at} and was "
-                f"released at {before.released_at}, attempt {after.epoch} placed at {after.created_at}"
+                f"attempt {before.epoch} ({before.state.value}, {before.reason}) ended at {before.finished_at}, was released "
+                f"at {before.released_at} and had a lease and its grace until {lease_ends}; attempt {after.epoch} was "
+                f"placed at {after.created_at}"
             )
 
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from sqlalchemy import func, select
@@ -36,7 +37,8 @@ from tests.chaos.ledger import Curve, audit
 from tests.e2e.octet_server import Server, losses
 from tests.kit.waiting import LONG_S
 
-VARIABLES = {"OCTET_LEASE_S": "20", "OCTET_LEASE_GRACE_S": "5"}
+LEASE_GRACE_S = 5
+VARIABLES = {"OCTET_LEASE_S": "20", "OCTET_LEASE_GRACE_S": str(LEASE_GRACE_S)}
 
 logger = logging.getLogger("chaos")
 
@@ -117,7 +119,7 @@ def _weather(plan: Plan, folder: Path, server: Server | Cluster, storm: Storm, a
         storm.end()
     findings["server ended by itself"] = storm.ended_by_itself
     with database.read() as session:
-        findings |= audit(session, customers.accepted, expected).by_kind()
+        findings |= audit(session, customers.accepted, expected, timedelta(seconds=LEASE_GRACE_S)).by_kind()
         states = session.execute(select(JobRow.state, func.count()).where(JobRow.name.like("storm-%")).group_by(JobRow.state))
         jobs = {state.value: count for state, count in states}
         endings = session.execute(

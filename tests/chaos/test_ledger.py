@@ -178,5 +178,18 @@ def test_a_planted_fault_is_found(session: Session, plant: Callable[[Session], N
     assert findings.by_kind()[kind.replace("_", " ")] == getattr(findings, kind)
 
 
+@pytest.mark.parametrize(("lease_ended_before_s", "is_found"), [(6, False), (4, True)])
+def test_an_attempt_without_a_lease_ends_before_it_is_released(
+    session: Session, lease_ended_before_s: int, is_found: bool
+) -> None:
+    """Its ranks have ended by themselves by then, and whatever they report is refused."""
+    placed_at = BEGAN + timedelta(seconds=57)
+    the_attempt(session, 2).created_at = placed_at
+    the_attempt(session, 1).lease_expires_at = placed_at - timedelta(seconds=lease_ended_before_s)
+    session.flush()
+    findings = audit(session, ACCEPTED, {1: CURVE}, lease_grace=timedelta(seconds=5))
+    assert bool(findings.overlapping_attempts) is is_found
+
+
 def test_a_job_that_is_not_there_is_lost(session: Session) -> None:
     assert audit(session, ACCEPTED | {"storm-9": "job_9"}, {1: CURVE}).lost == ["storm-9: job_9"]
