@@ -43,8 +43,6 @@ from octet.worker.kernels.torch_private import (
 )
 
 aten = torch.ops.aten
-Draw = Callable[[range], Tensor]
-"""Returns a random number of 16 bits, int32, for each element of a range."""
 ENCODED_DTYPES = (FP16.dtype, E4M3.dtype)
 
 

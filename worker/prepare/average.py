@@ -79,13 +79,17 @@ class AveragedModel(swa_utils.AveragedModel):
     def update_parameters(self, model: nn.Module) -> None:
         """Take the present values into the average; the first call copies them. One weight at a time is decoded.
 
-        Where ranks divide the model, they call it together. ValueError for a parameter whose shape is not that of the average.
+        Where ranks divide the model, they call it together. ValueError for a model with other parameters than the average has.
         """
         num_averaged, is_first = self.n_averaged, not self._has_begun and bool(self.n_averaged == 0)
         reader = reader_of(model)
-        pairs = list(zip(self.module.parameters(), model.parameters(), strict=True))
-        buffers = list(zip(self.module.buffers(), model.buffers(), strict=True))
-        for averaged, present in [*pairs, *buffers]:
+        held, given = ([*each.parameters(), *each.buffers()] for each in (self.module, model))
+        if len(held) != len(given):
+            raise ValueError(
+                f"the model has {len(given)} parameters and buffers, and its average {len(held)}; allowed: the model that the "
+                "average is a copy of. Where stages divide it (pipeline), average each stage, a copy of its own module."
+            )
+        for averaged, present in zip(held, given, strict=True):
             value = _values(present, reader, averaged).to(averaged.device)
             is_averaged = not is_first and (self.use_buffers or isinstance(averaged, nn.Parameter))
             if not is_averaged:

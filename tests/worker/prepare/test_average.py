@@ -160,3 +160,13 @@ def test_a_decay_in_place_of_the_device_is_refused_with_what_to_pass() -> None:
     average = AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.99))
     average.update_parameters(model)
     assert torch.equal(average.module.weight, model.weight)
+
+
+def test_a_model_with_other_parameters_is_refused() -> None:
+    """A stage of a pipeline has fewer of them, and the part of a rank other shapes."""
+    model, _ = make("O2")
+    average = AveragedModel(model)
+    with pytest.raises(ValueError, match="the model has 15 parameters and buffers, and its average 20"):
+        average.update_parameters(nn.Sequential(*list(model)[:-1]))
+    with pytest.raises(ValueError, match=r"a parameter has shape \(4, 2\) and its average \(3, 2\)"):
+        AveragedModel(nn.Linear(2, 3)).update_parameters(nn.Linear(2, 4))
