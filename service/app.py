@@ -15,9 +15,10 @@ from octet.api_schemas import JobChange, Problem
 from octet.api_schemas.comparison import ComparisonSpec
 from octet.api_schemas.plan import PlanRequest
 from octet.service import page
+from octet.service.access.authentication import Authentication
 from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
-from octet.service.deps import AppContext, require_api_key
+from octet.service.deps import AppContext, require_admin, require_api_key, require_scraper
 from octet.service.http.bodies import LimitBodies
 from octet.service.http.guards import RefuseStrangers, refuse_unknown_query
 from octet.service.http.problems import answers, install
@@ -35,6 +36,7 @@ from octet.service.routes import (
     exports,
     files,
     jobs,
+    keys,
     operations,
     plans,
     prometheus,
@@ -83,25 +85,28 @@ def create_app(
         return shown_submissions(transaction, context, pairs)
 
     ingest = Ingest(database, settings.lease_s, telemetry, wake)
+    authentication = Authentication(settings, database)
     places = QueuePlaces(database, settings)
     submissions = Submissions(database, show)
-    parts = (Admission(settings), submissions, places, Sparklines(), RowTotals(), plans_of_app)
-    context = AppContext(settings, database, wake, *parts)
+    of_context = (Admission(settings), submissions, places, Sparklines(), RowTotals(), plans_of_app, authentication)
+    context = AppContext(settings, database, wake, *of_context)
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams
     app.state.ingest = ingest
     app.router.routes.append(route_to(ingest))
-    parts_with_keys = (rows, stream, jobs, comparisons, plans, records, curves, exports, files, catalog, operations, prometheus)
-    for part in parts_with_keys:
-        app.include_router(part.router, dependencies=[require_api_key], responses=answers(401))
+    parts = (rows, stream, jobs, comparisons, plans, records, curves, exports, files, catalog, operations)
+    checked = [(part.router, require_api_key) for part in parts]
+    checked += [(operations.metrics, require_scraper), (prometheus.router, require_scraper), (keys.router, require_admin)]
+    for router, check in checked:
+        app.include_router(router, dependencies=[check], responses=answers(401, 403))
     app.include_router(operations.health)
     app.include_router(reference.router)
-    routers = [*(part.router for part in parts_with_keys), operations.health, reference.router]
+    routers = [*(router for router, _ in checked), operations.health, reference.router]
     app.state.routes = [route for router in routers for route in router.routes]
     page.mount(app.router)
     install(app)
-    _add_middleware(app, settings, ingest, telemetry)
+    _add_middleware(app, settings, authentication, ingest, telemetry)
     return app
 
 
@@ -120,8 +125,10 @@ def _empty_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]])
     )
 
 
-def _add_middleware(app: FastAPI, settings: Settings, ingest: Ingest, telemetry: Telemetry) -> None:
-    app.add_middleware(LimitBodies, settings=settings, verify_token=ingest.tokens.verify)
+def _add_middleware(
+    app: FastAPI, settings: Settings, authentication: Authentication, ingest: Ingest, telemetry: Telemetry
+) -> None:
+    app.add_middleware(LimitBodies, authenticate=authentication.authenticate, verify_token=ingest.tokens.verify)
     if settings.is_for_this_machine:
         app.add_middleware(RefuseStrangers)
     app.add_middleware(TimeRequests, telemetry=telemetry)
