@@ -72,6 +72,10 @@ class Authentication:
         """Look every key up again at its next use."""
         self._remembered.clear()
 
+    def drain(self) -> None:
+        """Wait until every last use is written."""
+        self._uses.drain()
+
     async def _find_stored(self, key_hash: bytes) -> Principal | None:
         found, until_s = self._remembered.get(key_hash, (None, 0.0))
         if found is not None and self._clock_s() < until_s:

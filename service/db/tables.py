@@ -372,6 +372,23 @@ class ApiKeyRow(Base):
     used_at: Mapped[datetime | None]
 
 
+class AuditRow(Base):
+    """A request that was to change something, or that was refused for its key. Rows are added, and nothing changes them."""
+
+    __tablename__ = "audit_records"
+    __table_args__ = (Index("ix_audit_records_tenant_id", "tenant", "id"),)
+
+    id: Mapped[str] = mapped_column(id_column(), primary_key=True)
+    at: Mapped[datetime]
+    actor: Mapped[str | None]
+    tenant: Mapped[str | None] = mapped_column(String(32))
+    method: Mapped[str] = mapped_column(String(16))
+    path: Mapped[str]
+    address: Mapped[str]
+    request_id: Mapped[str] = mapped_column(String(64))
+    status: Mapped[int]
+
+
 class LeaseRow(Base):
     """The dispatcher that leads. A holder that does not renew in time loses the lease to the next one that asks."""
 

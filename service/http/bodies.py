@@ -70,7 +70,7 @@ class LimitBodies:
         report = _REPORTS.fullmatch(scope["path"])
         is_known = False
         if scope["path"].startswith("/v1/"):
-            await self._authenticate(authorization)
+            scope.setdefault("state", {})["principal"] = await self._authenticate(authorization)
         limit = MAX_REPORT_BYTES if report else MAX_BODY_BYTES
 
         async def received() -> bool | None:

@@ -1,4 +1,4 @@
-"""Add API keys."""
+"""Add API keys and the audit."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -25,3 +25,17 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name="pk_api_keys"),
         sa.UniqueConstraint("secret_hash", name="uq_api_keys_secret_hash"),
     )
+    op.create_table(
+        "audit_records",
+        sa.Column("id", sa.String(length=31), nullable=False),
+        sa.Column("at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("actor", sa.Text(), nullable=True),
+        sa.Column("tenant", sa.String(length=32), nullable=True),
+        sa.Column("method", sa.String(length=16), nullable=False),
+        sa.Column("path", sa.Text(), nullable=False),
+        sa.Column("address", sa.Text(), nullable=False),
+        sa.Column("request_id", sa.String(length=64), nullable=False),
+        sa.Column("status", sa.Integer(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_audit_records"),
+    )
+    op.create_index("ix_audit_records_tenant_id", "audit_records", ["tenant", "id"])
