@@ -32,7 +32,7 @@ class AuditRequests:
             if message["type"] == "http.response.start":
                 has_begun = True
                 self._record(scope, request_id, message["status"])
-                message = message | {"headers": [*message.get("headers", ()), (b"x-request-id", request_id.encode())]}
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id.encode())]}
             await send(message)
 
         try:

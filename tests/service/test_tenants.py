@@ -177,6 +177,9 @@ def test_what_is_new_belongs_to_the_tenant_of_the_key(keyed: TestClient, spec_do
             answer = keyed.post(path, json=body, headers=headers | {"Idempotency-Key": f"first-of-{path[4:]}"})
             assert (answer.status_code, answer.json()["tenant"]) == (201, tenant)
             assert "Idempotent-Replayed" not in answer.headers
+            if path != "/v1/keys":
+                again = keyed.post(path, json=body, headers=headers | {"Idempotency-Key": f"first-of-{path[4:]}"})
+                assert (again.json()["id"], again.headers["Idempotent-Replayed"]) == (answer.json()["id"], "true")
 
 
 @ON_SQLITE
