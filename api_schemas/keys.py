@@ -43,7 +43,7 @@ class KeySpec(Contract):
 
 
 class KeyRotation(Contract):
-    """How an old key makes room for a new one."""
+    """A new key in the place of an old one, and for how long both work."""
 
     overlap_s: int = Field(default=86_400, ge=0, le=_MONTH_S, description="for so long the old key still works")
     expires_in_s: int | None = Field(
