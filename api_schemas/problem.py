@@ -32,6 +32,7 @@ class ErrorCode(StrEnum):
     INVALID_REQUEST = "invalid_request"
     INVALID_JSON = "invalid_json"
     UNAUTHENTICATED = "unauthenticated"
+    FORBIDDEN = "forbidden"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     ENTRYPOINT_NOT_ALLOWED = "entrypoint_not_allowed"

@@ -46,6 +46,7 @@ from octet.api_schemas.catalog import ModelFamily, model_families
 from octet.api_schemas.comparison import DEFAULT_TOLERANCE, MAX_POINTS, Comparison, ComparisonSpec
 from octet.api_schemas.comparison_report import ComparisonDetails, ComparisonReport
 from octet.api_schemas.curve import Curve
+from octet.api_schemas.keys import ApiKey, KeyRotation, KeySpec, NewApiKey
 from octet.api_schemas.levels import LEVELS, Level
 from octet.api_schemas.measured import Measurements
 from octet.api_schemas.plan import Plan
@@ -368,6 +369,25 @@ class Client:
     def pools(self) -> Iterator[Pool]:
         """Iterate over the pools, with their slots and queues."""
         return self._items("/v1/pools", Page[Pool])
+
+    def create_key(self, wanted: KeySpec) -> NewApiKey:
+        """Make an API key. Its secret is in this answer alone, so a lost answer is not asked for again: list, and revoke."""
+        document = wanted.model_dump(mode="json")
+        return read(NewApiKey, self._connection.request("POST", "/v1/keys", document=document, patience_s=0))
+
+    def keys(self) -> Iterator[ApiKey]:
+        """Iterate over API keys, newest first, without their secrets."""
+        return self._items("/v1/keys", Page[ApiKey])
+
+    def rotate_key(self, key_id: str, wanted: KeyRotation | None = None) -> NewApiKey:
+        """Make a key in the place of another one, which works for the overlap: a day by default."""
+        document = (wanted or KeyRotation()).model_dump(mode="json")
+        path = f"/v1/keys/{quote(key_id, safe='')}/rotate"
+        return read(NewApiKey, self._connection.request("POST", path, document=document, patience_s=0))
+
+    def revoke_key(self, key_id: str) -> ApiKey:
+        """Revoke a key. Nothing accepts it a second later."""
+        return read(ApiKey, self._post(f"/v1/keys/{quote(key_id, safe='')}/revoke"))
 
     def events(self, job_id: str, *, follow: bool = False, after: int = 0) -> Iterator[Event]:
         """Iterate over what happened later than event number `after`, in order; with `follow`, until the job is over."""

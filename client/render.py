@@ -16,6 +16,7 @@ from octet.api_schemas.comparison import Comparison
 from octet.api_schemas.comparison_report import ComparisonReport
 from octet.api_schemas.curve import Curve
 from octet.api_schemas.job_plan import JobPlan
+from octet.api_schemas.keys import ApiKey
 from octet.api_schemas.levels import Level
 from octet.api_schemas.plan import ONLY_STATES, Plan, PlanRow
 from octet.api_schemas.rows import Row
@@ -388,6 +389,23 @@ def pools_table(pools: Iterable[Pool]) -> Table:
         memory = num_bytes(pool.memory_per_device_bytes)
         grid.add_row(short(pool.name), pool.accelerator, *map(str, counts), memory, str(pool.threads_per_worker))
     return grid
+
+
+def keys_table(keys: Iterable[ApiKey], now: datetime) -> Table:
+    """One line for each key. USED: how long ago, to the minute."""
+    grid = table("ID", "NAME", "TENANT", "ROLE", "USED", "WORKS", right=("USED",), cut=("NAME",))
+    for key in keys:
+        used = "–" if key.used_at is None else age(key.used_at)
+        grid.add_row(key.id, short(key.name), key.tenant, key.role.value, used, _works(key, now))
+    return grid
+
+
+def _works(key: ApiKey, now: datetime) -> str:
+    if key.revoked_at is not None:
+        return "revoked"
+    if key.expires_at is None:
+        return "always"
+    return "expired" if key.expires_at <= now else f"to {key.expires_at.astimezone():%Y-%m-%d}"
 
 
 def checkup_table(checkup: Checkup) -> Table:

@@ -10,14 +10,18 @@ from typing import Any
 from anyio.to_thread import run_sync
 from fastapi import Depends, FastAPI, Response
 from fastapi import Request as HttpRequest
+from starlette.routing import BaseRoute
 
 from octet.api_schemas import JobChange, Problem
 from octet.api_schemas.comparison import ComparisonSpec
 from octet.api_schemas.plan import PlanRequest
 from octet.service import page
+from octet.service.access.audit import Audit
+from octet.service.access.authentication import Authentication
 from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
-from octet.service.deps import AppContext, require_api_key
+from octet.service.deps import AppContext, require_admin, require_api_key, require_scraper
+from octet.service.http.audit import AuditRequests
 from octet.service.http.bodies import LimitBodies
 from octet.service.http.guards import RefuseStrangers, refuse_unknown_query
 from octet.service.http.problems import answers, install
@@ -29,12 +33,14 @@ from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.rows import RowTotals, Sparklines
 from octet.service.jobs.submissions import Shown, Submissions
 from octet.service.routes import (
+    audit,
     catalog,
     comparisons,
     curves,
     exports,
     files,
     jobs,
+    keys,
     operations,
     plans,
     prometheus,
@@ -74,6 +80,8 @@ def create_app(
         async with telemetry.process.watching_the_loop():
             yield
         await streams.close()
+        await run_sync(authentication.drain)
+        await run_sync(kept_audit.drain)
         if planning is None:
             await run_sync(plans_of_app.close)
 
@@ -83,26 +91,46 @@ def create_app(
         return shown_submissions(transaction, context, pairs)
 
     ingest = Ingest(database, settings.lease_s, telemetry, wake)
+    authentication = Authentication(settings, database)
+    kept_audit = Audit(database, telemetry.registry)
     places = QueuePlaces(database, settings)
     submissions = Submissions(database, show)
-    parts = (Admission(settings), submissions, places, Sparklines(), RowTotals(), plans_of_app)
+    parts = (Admission(settings), submissions, places, Sparklines(), RowTotals(), plans_of_app, authentication)
     context = AppContext(settings, database, wake, *parts)
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams
     app.state.ingest = ingest
+    app.state.audit = kept_audit
     app.router.routes.append(route_to(ingest))
-    parts_with_keys = (rows, stream, jobs, comparisons, plans, records, curves, exports, files, catalog, operations, prometheus)
-    for part in parts_with_keys:
-        app.include_router(part.router, dependencies=[require_api_key], responses=answers(401))
-    app.include_router(operations.health)
-    app.include_router(reference.router)
-    routers = [*(part.router for part in parts_with_keys), operations.health, reference.router]
-    app.state.routes = [route for router in routers for route in router.routes]
+    app.state.routes = _add_routes(app)
     page.mount(app.router)
     install(app)
-    _add_middleware(app, settings, ingest, telemetry)
+    _add_middleware(app, context, ingest, telemetry, kept_audit)
     return app
+
+
+def _add_routes(app: FastAPI) -> list[BaseRoute]:
+    """Add the routes of people and of Prometheus, each with the check of its key. Returns those with errors of ours."""
+    parts = (rows, stream, jobs, comparisons, plans, records, curves, exports, files, catalog, operations)
+    checked = [(part.router, require_api_key) for part in parts]
+    checked += [(operations.metrics, require_scraper), (prometheus.router, require_scraper)]
+    checked += [(keys.router, require_admin), (audit.router, require_admin)]
+    for router, check in checked:
+        app.include_router(router, dependencies=[check], responses=answers(401, 403))
+    routers = [*(router for router, _ in checked), operations.health, reference.router]
+    app.include_router(operations.health)
+    app.include_router(reference.router)
+    return [route for router in routers for route in router.routes]
+
+
+def _add_middleware(app: FastAPI, context: AppContext, ingest: Ingest, telemetry: Telemetry, kept_audit: Audit) -> None:
+    """Add what comes before the routes, the innermost first."""
+    app.add_middleware(LimitBodies, authenticate=context.authentication.authenticate, verify_token=ingest.tokens.verify)
+    if context.settings.is_for_this_machine:
+        app.add_middleware(RefuseStrangers)
+    app.add_middleware(AuditRequests, audit=kept_audit)
+    app.add_middleware(TimeRequests, telemetry=telemetry)
 
 
 def _empty_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
@@ -118,13 +146,6 @@ def _empty_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]])
         dependencies=[Depends(refuse_unknown_query)],
         responses=answers(421, 503),
     )
-
-
-def _add_middleware(app: FastAPI, settings: Settings, ingest: Ingest, telemetry: Telemetry) -> None:
-    app.add_middleware(LimitBodies, settings=settings, verify_token=ingest.tokens.verify)
-    if settings.is_for_this_machine:
-        app.add_middleware(RefuseStrangers)
-    app.add_middleware(TimeRequests, telemetry=telemetry)
 
 
 class _Api(FastAPI):

@@ -1,10 +1,8 @@
-"""The dependency types of routes: the app's context, the caller's tenant or token, well-formed ids.
+"""The dependency types of routes: the app's context, the principal who asks, well-formed ids.
 
 They are coroutines because FastAPI would run each function of another kind in a thread.
 """
 
-import hashlib
-import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,14 +11,16 @@ from fastapi import Depends, Header, Request, Security
 from fastapi.openapi.models import HTTPBearer as HTTPBearerModel
 from fastapi.security.base import SecurityBase
 
+from octet.service.access.authentication import Authentication
+from octet.service.access.principal import Principal, Right
 from octet.service.db.engine import Database
-from octet.service.errors import NotFound, Unauthenticated
+from octet.service.errors import Forbidden, NotFound
 from octet.service.jobs.admission import Admission
 from octet.service.jobs.planning import Planning
 from octet.service.jobs.rows import RowTotals, Sparklines
 from octet.service.jobs.submissions import Submissions
 from octet.service.scheduling.places import QueuePlaces
-from octet.service.settings import DEFAULT_TENANT, Settings
+from octet.service.settings import Settings
 from octet.service.store.ids import is_id
 
 
@@ -29,7 +29,8 @@ class AppContext:
     """The parts of one app.
 
     `admission` checks new jobs, `submissions` stores them, and `places` finds places in the queue;
-    `sparklines` draws curves and `row_totals` counts lists; `planning` makes plans; `wake` wakes a dispatcher in this process.
+    `sparklines` draws curves and `row_totals` counts lists; `planning` makes plans; `authentication` finds the
+    principal of a request; `wake` wakes a dispatcher in this process.
     """
 
     settings: Settings
@@ -41,6 +42,7 @@ class AppContext:
     sparklines: Sparklines
     row_totals: RowTotals
     planning: Planning
+    authentication: Authentication
 
 
 def context_of(request: Request) -> AppContext:
@@ -59,54 +61,44 @@ AppContextDep = Annotated[AppContext, Depends(_context)]
 class _ApiKey(SecurityBase):
     """The check of the API key, and its description in the OpenAPI document. FastAPI solves it without a tree below it."""
 
-    def __init__(self) -> None:
+    def __init__(self, right: Right | None = None) -> None:
+        """right: needed for each request of a route; by default to read for GET, and to change for the others."""
         self.model = HTTPBearerModel(description="Needed where API keys are configured.")
         self.scheme_name = "API key"
+        self._right = right
 
     async def __call__(self, request: Request) -> None:
-        settings = context_of(request).settings
-        request.state.tenant = tenant_of(settings, request.headers.get("authorization", ""))
+        authentication = context_of(request).authentication
+        principal = await authentication.authenticate(request.headers.get("authorization", ""))
+        request.state.principal = principal
+        right = self._right or (Right.READ if request.method in {"GET", "HEAD"} else Right.CHANGE)
+        if right not in principal.rights:
+            raise Forbidden(f"the key of {principal.name} may not {right.name.lower()}; use one with a role that may")
 
 
 require_api_key = Security(_ApiKey())
+require_scraper = Security(_ApiKey(Right.SCRAPE))
+require_admin = Security(_ApiKey(Right.ADMINISTER))
 
 
-def tenant_of_request(request: Request) -> str:
-    """Return the tenant that `require_api_key` found."""
-    tenant: str = request.state.tenant
-    return tenant
+def principal_of(request: Request) -> Principal:
+    """Return the principal that the check of the API key found."""
+    principal: Principal = request.state.principal
+    return principal
 
 
-def visible_tenant(request: Request) -> str | None:
-    """Return the tenant whose jobs the caller may see; None for all. A key without a name is the operator's."""
-    tenant = tenant_of_request(request)
-    return None if tenant == DEFAULT_TENANT else tenant
+async def _principal(request: Request) -> Principal:
+    return principal_of(request)
+
+
+PrincipalDep = Annotated[Principal, Depends(_principal)]
 
 
 async def _visible_tenant(request: Request) -> str | None:
-    return visible_tenant(request)
+    return principal_of(request).visible_tenant
 
 
 VisibleTenantDep = Annotated[str | None, Depends(_visible_tenant)]
-
-
-def tenant_of(settings: Settings, authorization: str) -> str:
-    """Return the tenant that owns the API key. Without configured keys, loopback is served as the default tenant.
-
-    Raises Unauthenticated for a missing or unknown key.
-    """
-    known = settings.tenants_by_key_hash
-    if not known:
-        return DEFAULT_TENANT
-    scheme, _, key = authorization.partition(" ")
-    if scheme.lower() != "bearer" or not key:
-        raise Unauthenticated("an API key is needed: send 'Authorization: Bearer <key>'")
-    given = hashlib.sha256(key.encode()).digest()
-    # Compares every key: the time tells an attacker nothing.
-    found = [tenant for key_hash, tenant in known if hmac.compare_digest(given, key_hash)]
-    if not found:
-        raise Unauthenticated("the API key is not known here")
-    return found[0]
 
 
 async def _job_id(job_id: str) -> str:

@@ -4,7 +4,7 @@ ServiceError
 ├── InvalidRequest 422      the request cannot be accepted; `errors` names the fields
 │   └── IdempotencyMismatch 422
 ├── InvalidJson 400, PayloadTooLarge 413, WrongHost 421
-├── Unauthenticated 401, NotFound 404, MethodNotAllowed 405
+├── Unauthenticated 401, Forbidden 403, NotFound 404, MethodNotAllowed 405
 ├── IllegalTransition 409   the job's state does not allow the action
 ├── StaleAttempt 409        the writer is not the job's current attempt
 ├── SequenceGap 409         the report before this one is missing
@@ -81,6 +81,10 @@ class WrongHost(ServiceError):
 class Unauthenticated(ServiceError):
     status, code, title = 401, ErrorCode.UNAUTHENTICATED, "Not authenticated"
     headers: ClassVar[dict[str, str]] = {"WWW-Authenticate": "Bearer"}
+
+
+class Forbidden(ServiceError):
+    status, code, title = 403, ErrorCode.FORBIDDEN, "Not allowed for this key"
 
 
 class NotFound(ServiceError):

@@ -18,10 +18,9 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from octet.api_schemas import Files, PoolConfig
 from octet.api_schemas.data.stores import DEFAULT_CACHE_BYTES, StoreAccess
+from octet.api_schemas.keys import DEFAULT_TENANT, TENANT
 
 SHORTEST_API_KEY = 16
-DEFAULT_TENANT = "default"
-_TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -242,7 +241,7 @@ def _tenant_and_key(entry: SecretStr) -> tuple[str, str]:
 def _check_key(tenant: str, key: str) -> None:
     if len(key) < SHORTEST_API_KEY:
         raise ValueError(f"an API key has fewer than {SHORTEST_API_KEY} characters; use a longer one")
-    if not _TENANT.fullmatch(tenant):
+    if not re.fullmatch(TENANT, tenant):
         raise ValueError(
             "the tenant's name before the colon of an API key is not allowed; allowed: up to 32 of a-z, 0-9 and -, not "
             "starting with -. Write TENANT:KEY, or a key without a colon"

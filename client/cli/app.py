@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from octet.client.cli import compare, data, demo, imports, jobs, plans, results, server, show, support
+from octet.client.cli import compare, data, demo, imports, jobs, keys, plans, results, server, show, support
 from octet.client.cli.options import DEFAULT_URL, Url, exit_status
 from octet.client.cli.overview import show_overview
 from octet.client.errors import OctetError
@@ -81,6 +81,10 @@ def build_app() -> typer.Typer:
     preparing.command("tokenize")(data.tokenize)
     preparing.callback()(_only_subcommands)
     app.add_typer(preparing, name="data")
+    managing = typer.Typer(help="Manage a server's API keys.", no_args_is_help=True)
+    for name, command in keys.COMMANDS.items():
+        managing.command(name)(command)
+    app.add_typer(managing, name="keys")
     return app
 
 

@@ -61,6 +61,10 @@ class GroupCommit(Generic[Request, Answer]):
             loop.call_soon(self._begin)
         return future
 
+    def drain(self) -> None:
+        """Wait until what `submit` was given before is written, or has failed."""
+        self._writer.submit(lambda: None).result()
+
     def _add(self, request: Request, waiter: "Waiter[Answer]") -> bool:
         """Return True if the writer has to be woken."""
         with self._lock:

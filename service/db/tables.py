@@ -11,8 +11,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from octet.api_schemas import AttemptState, DesiredState, FailureReason, JobState
 from octet.api_schemas.comparison import ComparisonState
+from octet.api_schemas.keys import DEFAULT_TENANT, KeyRole
 from octet.service.db.columns import SafeText, UtcDateTime, id_column, state_column
-from octet.service.settings import DEFAULT_TENANT
 
 LIVE_JOB = "current_attempt_id IS NOT NULL AND finished_at IS NULL"
 ENDED_JOB = "finished_at IS NOT NULL"
@@ -41,6 +41,7 @@ class Base(DeclarativeBase):
         AttemptState: state_column(AttemptState),
         FailureReason: state_column(FailureReason),
         ComparisonState: state_column(ComparisonState),
+        KeyRole: state_column(KeyRole),
     }
 
 
@@ -351,6 +352,41 @@ class ComparisonChildRow(Base):
     seed: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     job_id: Mapped[str] = mapped_column(id_column())
     outcome: Mapped[dict[str, Any] | None]
+
+
+class ApiKeyRow(Base):
+    """A key that a person or a service of a tenant sends with its requests. Its secret is not stored."""
+
+    __tablename__ = "api_keys"
+    __table_args__ = (UniqueConstraint("secret_hash"),)
+
+    id: Mapped[str] = mapped_column(id_column(), primary_key=True)
+    name: Mapped[str] = mapped_column(String(100))
+    tenant: Mapped[str] = mapped_column(String(32))
+    role: Mapped[KeyRole]
+    secret_hash: Mapped[bytes]
+    created_at: Mapped[datetime]
+    created_by: Mapped[str]
+    expires_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
+    used_at: Mapped[datetime | None]
+
+
+class AuditRow(Base):
+    """A request that was to change something, or that was refused for its key. Rows are added, and nothing changes them."""
+
+    __tablename__ = "audit_records"
+    __table_args__ = (Index("ix_audit_records_tenant_id", "tenant", "id"),)
+
+    id: Mapped[str] = mapped_column(id_column(), primary_key=True)
+    at: Mapped[datetime]
+    actor: Mapped[str | None]
+    tenant: Mapped[str | None] = mapped_column(String(32))
+    method: Mapped[str] = mapped_column(String(16))
+    path: Mapped[str]
+    address: Mapped[str]
+    request_id: Mapped[str] = mapped_column(String(64))
+    status: Mapped[int]
 
 
 class LeaseRow(Base):

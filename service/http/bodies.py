@@ -18,10 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octet.api_schemas import Contract, Violation
 from octet.api_schemas.job import MAX_SPEC_BYTES, MAX_SPEC_VALUES
-from octet.service.deps import tenant_of
+from octet.service.access.principal import Principal
 from octet.service.errors import InvalidJson, InvalidRequest, NotReady, PayloadTooLarge, ServiceError, Unauthenticated
 from octet.service.http.problems import DATABASE_AWAY, answer_error, invalid
-from octet.service.settings import Settings
 
 MAX_BODY_BYTES = MAX_SPEC_BYTES
 MAX_REPORT_BYTES = 8 << 20
@@ -34,6 +33,8 @@ _REPORTS = re.compile(r"/internal/v1/attempts/([^/]+)/reports")
 
 Read = TypeVar("Read", bound=Contract)
 Parsed = TypeVar("Parsed")
+Authenticate = Callable[[str], Awaitable[Principal]]
+"""Takes the header Authorization and returns the principal; raises Unauthenticated without one."""
 VerifyToken = Callable[[str, str], Awaitable[bool]]
 """Takes an attempt's id and a token; returns True if the token is that attempt's."""
 
@@ -41,9 +42,9 @@ VerifyToken = Callable[[str, str], Awaitable[bool]]
 class LimitBodies:
     """Middleware: reads a whole body before the route sees any of it, or answers 401, 413 or 503."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, verify_token: VerifyToken) -> None:
+    def __init__(self, app: ASGIApp, authenticate: Authenticate, verify_token: VerifyToken) -> None:
         self._app = app
-        self._settings = settings
+        self._authenticate = authenticate
         self._verify_token = verify_token
         self._held = _HeldBodies()
 
@@ -69,7 +70,7 @@ class LimitBodies:
         report = _REPORTS.fullmatch(scope["path"])
         is_known = False
         if scope["path"].startswith("/v1/"):
-            tenant_of(self._settings, authorization)
+            scope.setdefault("state", {})["principal"] = await self._authenticate(authorization)
         limit = MAX_REPORT_BYTES if report else MAX_BODY_BYTES
 
         async def received() -> bool | None:

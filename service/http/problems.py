@@ -30,6 +30,7 @@ _DISK_FULL = ("disk is full", "no space left", "disk quota exceeded")  # SQLite,
 _TITLES = {
     400: "The body is not JSON",
     401: "Missing or unknown key or token",
+    403: "The role of the key does not allow it",
     404: "Not found",
     409: "Conflict with the job's state",
     413: "The body is too large",

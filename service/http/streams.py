@@ -17,16 +17,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from anyio import CapacityLimiter
+from anyio import CancelScope, CapacityLimiter
 from anyio.to_thread import run_sync
+from fastapi import Request
 from fastapi.responses import StreamingResponse
 from sqlalchemy.orm import Session
 from starlette.types import Receive, Scope, Send
 
 from octet.api_schemas import Contract
 from octet.service import store
+from octet.service.access.authentication import REMEMBERED_S
 from octet.service.db.engine import Database
+from octet.service.deps import context_of, principal_of
 from octet.service.errors import NotReady
+from octet.service.http.problems import DATABASE_AWAY
 from octet.service.store.jobs import Head
 
 EVENT_STREAM = "text/event-stream"
@@ -386,8 +390,28 @@ class _Answer(StreamingResponse):
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._streams.place_for((scope.get("client") or ("",))[0]):
-            await super().__call__(scope, receive, send)
+        with self._streams.place_for((scope.get("client") or ("",))[0]), CancelScope() as sending:
+            watcher = asyncio.create_task(_end_with_the_key(Request(scope), sending))
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                watcher.cancel()
+        if sending.cancelled_caught:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _end_with_the_key(request: Request, sending: CancelScope) -> None:
+    """Cancel a stream once the key that opened it was revoked or has expired. Keys of the settings last as long as we do."""
+    principal, authentication = principal_of(request), context_of(request).authentication
+    while principal.key_hash is not None:
+        await asyncio.sleep(REMEMBERED_S)
+        try:
+            is_current = await authentication.is_current(principal)
+        except DATABASE_AWAY:
+            continue  # nobody can say; the stream's own reads end it if this lasts
+        if not is_current:
+            sending.cancel()
+            return
 
 
 def _changes(name: str, before: ListState | None, now: ListState) -> str:

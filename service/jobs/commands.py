@@ -9,6 +9,7 @@ from sqlalchemy.orm import Session
 
 from octet.api_schemas import AttemptState, DesiredState, ExportSpec, JobChange, JobSpec, JobState, Violation
 from octet.api_schemas.base import merge_patch
+from octet.api_schemas.keys import DEFAULT_TENANT
 from octet.service import store
 from octet.service.db.bulk import Transaction
 from octet.service.db.tables import JobRow
@@ -18,7 +19,6 @@ from octet.service.jobs.attempts import Ending
 from octet.service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
 from octet.service.jobs.requests import Request, Submission, earlier, take_keys
 from octet.service.jobs.specs import changed
-from octet.service.settings import DEFAULT_TENANT
 from octet.service.store.ids import new_ids
 from octet.service.store.jobs import NewJob
 

@@ -11,12 +11,12 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import JobSpec
+from octet.api_schemas.keys import DEFAULT_TENANT
 from octet.service import store
 from octet.service.db.bulk import Transaction, session_of
 from octet.service.db.engine import Database
 from octet.service.db.tables import JobRow
 from octet.service.errors import IdempotencyMismatch
-from octet.service.settings import DEFAULT_TENANT
 from octet.service.store.ids import is_id
 from octet.service.store.jobs import NewJob, TakenKey
 

@@ -20,8 +20,7 @@ from octet.service.deps import (
     IdempotencyKeyDep,
     VisibleTenantDep,
     context_of,
-    tenant_of_request,
-    visible_tenant,
+    principal_of,
 )
 from octet.service.errors import InvalidRequest, NotFound, ServiceError
 from octet.service.http.bodies import body_of, read_json
@@ -58,7 +57,7 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
     Every arm is checked as a job of its own. 201 means that it is stored and goes on, even if the service is killed.
     """
     context, spec = context_of(http_request), await read_json(http_request, ComparisonSpec)
-    sent, tenant = await http_request.body(), tenant_of_request(http_request)
+    sent, tenant = await http_request.body(), principal_of(http_request).tenant
 
     def is_replay(key: str) -> bool:
         with context.database.read() as session:
@@ -135,7 +134,7 @@ def list_comparisons(
 def get_comparison(request: HttpRequest, comparison_id: ComparisonIdDep) -> Response:
     """A comparison with its children and what they show so far: gaps with intervals, bytes, speed, and a verdict in words."""
     with context_of(request).database.read() as session:
-        row = store.comparisons.find(session, comparison_id, visible_tenant(request))
+        row = store.comparisons.find(session, comparison_id, principal_of(request).visible_tenant)
         if row is None:
             raise NotFound(f"there is no comparison {comparison_id}")
         found = comparisons.details(session, row)

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query, Request, Response
 from octet.api_schemas import Violation
 from octet.api_schemas.curve import MAX_BUCKETS, MAX_BUCKETS_OF_A_WIDTH, Curve
 from octet.service import store
-from octet.service.deps import JobIdDep, context_of, visible_tenant
+from octet.service.deps import JobIdDep, context_of, principal_of
 from octet.service.errors import InvalidRequest, NotFound
 from octet.service.http.pages import AfterQuery, compressed_json
 from octet.service.http.problems import answers
@@ -41,7 +41,7 @@ def curve(
         violation = Violation(field="points", got=str(points), allowed=f"up to {MAX_BUCKETS} without step_by", message=message)
         raise InvalidRequest.of((violation,))
     with context_of(request).database.read() as session:
-        if store.jobs.find_job(session, job_id, visible_tenant(request)) is None:
+        if store.jobs.find_job(session, job_id, principal_of(request).visible_tenant) is None:
             raise NotFound(f"there is no job {job_id}")
         first, last = store.curves.ends(session, job_id) or (None, None)
         end = last or 0

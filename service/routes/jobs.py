@@ -21,8 +21,7 @@ from octet.service.deps import (
     JobIdDep,
     VisibleTenantDep,
     context_of,
-    tenant_of_request,
-    visible_tenant,
+    principal_of,
 )
 from octet.service.errors import InvalidRequest, NotFound, ServiceError
 from octet.service.http.bodies import PATCH_OF_SPEC, body_of, read_json, read_patch
@@ -54,7 +53,7 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
     """Submit a job. 201 means that it is stored and will run, even if the service is killed after that."""
     context = context_of(http_request)
     spec, sent = await read_json(http_request, JobSpec), await http_request.body()
-    request = Request(spec, idempotency_key, tenant_of_request(http_request), sent)
+    request = Request(spec, idempotency_key, principal_of(http_request).tenant, sent)
     return accepted(await _store_checked(request, context), context)
 
 
@@ -87,9 +86,9 @@ async def validate(http_request: HttpRequest, context: AppContextDep) -> Validat
 async def clone(http_request: HttpRequest, job_id: JobIdDep, idempotency_key: IdempotencyKeyDep = None) -> Response:
     """Submit the spec of a job once more, as it is or with a patch, as a job of its own. It starts from the beginning."""
     context, patch = context_of(http_request), await read_patch(http_request, JobSpec)
-    source = await run_sync(_spec_of, context, job_id, visible_tenant(http_request))
+    source = await run_sync(_spec_of, context, job_id, principal_of(http_request).visible_tenant)
     sent = b'{"clone": "%s", "patch": %s}' % (job_id.encode(), await http_request.body() or b"{}")
-    request = Request(changed(source, patch), idempotency_key, tenant_of_request(http_request), sent, cloned_from=job_id)
+    request = Request(changed(source, patch), idempotency_key, principal_of(http_request).tenant, sent, cloned_from=job_id)
     return accepted(await _store_checked(request, context), context)
 
 
@@ -115,7 +114,7 @@ def list_jobs(
     if after is not None and not is_id("job", after):
         violation = Violation(field="after", got=after, allowed="the id of a job", message="Use last_id of the page before.")
         raise InvalidRequest.of((violation,))
-    context, tenant, labels = context_of(request), visible_tenant(request), [_label(text) for text in label]
+    context, tenant, labels = context_of(request), principal_of(request).visible_tenant, [_label(text) for text in label]
     wanted = store.job_queries.JobFilter(states=state, pool=pool, name=name, tenant=tenant, labels=labels)
     with context.database.read() as session:
         rows = store.job_queries.list_jobs(session, wanted, limit + 1, after)

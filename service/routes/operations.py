@@ -13,6 +13,7 @@ from octet.service.telemetry.control_plane import TelemetryDep
 
 health = APIRouter(tags=["operations"])
 router = APIRouter(tags=["operations"])
+metrics = APIRouter(tags=["operations"])
 
 
 @health.get("/healthz", operation_id="healthz", responses=answers(422))
@@ -46,7 +47,7 @@ def loops(context: AppContextDep) -> Page[Loop]:
     return page_of(shown, len(shown), lambda loop: loop.name)
 
 
-@router.get(
+@metrics.get(
     "/metrics",
     operation_id="prometheus_metrics",
     response_class=Response,

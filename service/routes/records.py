@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from octet.api_schemas import Attempt, Checkpoint, Contract, Event, LogLine, MetricPoint, Page, Violation
 from octet.api_schemas.measured import Measurements
 from octet.service import store
-from octet.service.deps import AppContextDep, JobIdDep, VisibleTenantDep, context_of, visible_tenant
+from octet.service.deps import AppContextDep, JobIdDep, VisibleTenantDep, context_of, principal_of
 from octet.service.errors import InvalidRequest, NotFound
 from octet.service.http.pages import AfterQuery, LimitQuery, page_as_json, page_of
 from octet.service.http.problems import Answers, answers
@@ -174,7 +174,7 @@ def attempts(
 
 def _page_or_stream(request: Request, job_id: str, source: Source[Item], limit: int, after: int) -> Response:
     with context_of(request).database.read() as session:
-        _require_job(session, job_id, visible_tenant(request))
+        _require_job(session, job_id, principal_of(request).visible_tenant)
         if _is_stream(request):
             streams: Streams = request.app.state.streams
             return streams.open(job_id, source, after)

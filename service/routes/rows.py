@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 from octet.api_schemas import Contract, JobState, Violation
 from octet.api_schemas.rows import RowOrder, RowPage
 from octet.service import store
-from octet.service.deps import AppContext, context_of, visible_tenant
+from octet.service.deps import AppContext, context_of, principal_of
 from octet.service.errors import InvalidRequest
 from octet.service.http.pages import compressed_json, joined_page
 from octet.service.http.problems import answers
@@ -54,7 +54,7 @@ def list_rows(request: Request, query: Annotated[RowsQuery, Query()]) -> Respons
 
     Without `level`, `tenant`, `label` and `q` it takes the same time for any number of jobs; these read an index of them.
     """
-    context, wanted = context_of(request), query.filter_for(visible_tenant(request))
+    context, wanted = context_of(request), query.filter_for(principal_of(request).visible_tenant)
     with context.database.read() as session:
         rows, total = read_rows(session, context, query, wanted)
     has_more = len(rows) > query.limit

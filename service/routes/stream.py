@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from octet.api_schemas import Contract, Violation, explain
 from octet.api_schemas.curve import Points
 from octet.service import store
-from octet.service.deps import AppContext, context_of, visible_tenant
+from octet.service.deps import AppContext, context_of, principal_of
 from octet.service.errors import InvalidRequest, NotFound
 from octet.service.http.problems import answers
 from octet.service.http.streams import EVENT_STREAM, ListSource, ListState, Source, Streams, Subscription, places_of
@@ -75,7 +75,7 @@ def stream(
     twice if the stream goes on at its last id. Messages `rows` have `{"rows", "total", "ids", "changed"}`:
     the whole list first, then what changed; `ids` is null where they are the same in the same order.
     """
-    context, tenant = context_of(request), visible_tenant(request)
+    context, tenant = context_of(request), principal_of(request).visible_tenant
     places = _places(last_event_id or query.after)
     wanted = [
         Subscription(source, job_id, places.get((source.name, job_id), CurvePlace(0, 0, 0) if source is POINTS else 0))

@@ -1,5 +1,31 @@
 """All SQL of the control plane, in plain functions. The caller owns the session and with it the transaction."""
 
-from octet.service.store import comparisons, curves, ids, job_queries, jobs, queue, records, reporting, rows, tallies
+from octet.service.store import (
+    audit,
+    comparisons,
+    curves,
+    ids,
+    job_queries,
+    jobs,
+    keys,
+    queue,
+    records,
+    reporting,
+    rows,
+    tallies,
+)
 
-__all__ = ["comparisons", "curves", "ids", "job_queries", "jobs", "queue", "records", "reporting", "rows", "tallies"]
+__all__ = [
+    "audit",
+    "comparisons",
+    "curves",
+    "ids",
+    "job_queries",
+    "jobs",
+    "keys",
+    "queue",
+    "records",
+    "reporting",
+    "rows",
+    "tallies",
+]

@@ -5,14 +5,14 @@ import re
 from datetime import datetime
 from typing import Literal
 
-Kind = Literal["job", "att", "evt", "ckpt", "cmp", "exp"]
+Kind = Literal["job", "att", "evt", "ckpt", "cmp", "exp", "key", "aud"]
 
 _CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
 _LENGTH = 26
 _PLACES = range(5 * _LENGTH - 10, -1, -10)
 _PAIRS = [high + low for high in _CROCKFORD for low in _CROCKFORD]
 _AS_BASE_32 = str.maketrans(_CROCKFORD, "0123456789abcdefghijklmnopqrstuv")  # the digits that `int` reads
-_PATTERN = re.compile(rf"(job|att|evt|ckpt|cmp|exp)_[0-7][{_CROCKFORD}]{{{_LENGTH - 1}}}")
+_PATTERN = re.compile(rf"(job|att|evt|ckpt|cmp|exp|key|aud)_[0-7][{_CROCKFORD}]{{{_LENGTH - 1}}}")
 
 
 def new_id(kind: Kind, now: datetime, after: str | None = None) -> str:

@@ -66,6 +66,9 @@ ELSEWHERE = {
     r"octet compare.*": Elsewhere("tests/client/cli/test_compare.py", "def test_jobs_are_paired"),
     r"octet pause cmp_.*": Elsewhere("tests/client/cli/test_compare.py", 'octet("pause", comparison_id)'),
     r"octet delete cmp_.*": Elsewhere("tests/client/cli/test_compare.py", 'octet("delete", comparison_id, "--yes")'),
+    r"octet keys (create|list|rotate|revoke).*": Elsewhere(
+        "tests/client/cli/test_with_server.py", "def test_a_key_is_made_listed_rotated_and_revoked"
+    ),
     r"make fmt": Elsewhere("Makefile", "ruff format --check"),
     r"make snapshots": Elsewhere("tests/service/test_openapi.py", "OCTET_UPDATE_SNAPSHOTS"),
     r"make pictures": Elsewhere("tests/page/pictures.py", "def main", "a browser, and minutes"),

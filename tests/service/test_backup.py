@@ -196,7 +196,7 @@ def test_schemas_of_other_versions(database: Database, emptied: Database, tmp_pa
 
 def one_row(table: Any) -> dict[str, Any]:
     """Return a row of a table that was read from the database, with a plain value for each kind of column."""
-    known = {"state": "running", "desired": "run", "reason": "stalled", "pool": POOLS[0].name}
+    known = {"state": "running", "desired": "run", "reason": "stalled", "pool": POOLS[0].name, "role": "viewer"}
     texts = {"JSON": "{}", "DATETIME": "2026-01-01 00:00:00", "BLOB": b"", "BOOLEAN": 0}
     values = {}
     for column in table.columns:

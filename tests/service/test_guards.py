@@ -1,6 +1,7 @@
 """Keys and the Host header keep strangers out, and every route has one of them."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ MakeClient = Callable[..., TestClient]
 
 @pytest.fixture
 def make_client(sqlite_template: Path, tmp_path: Path, openapi_document: dict[str, Any]) -> Iterator[MakeClient]:
-    database = Database(f"sqlite:///{sqlite_template}")
+    database = Database(f"sqlite:///{shutil.copy(sqlite_template, tmp_path / 'octet.db')}")
 
     def make(base_url: str = "http://127.0.0.1", **settings: Any) -> TestClient:
         app = create_app(Settings(data_dir=tmp_path, **settings), database=database)

@@ -14,6 +14,7 @@ import uvicorn
 
 from octet.api_schemas import JobSpec
 from octet.service import store
+from octet.service.access.authentication import Authentication
 from octet.service.app import create_app
 from octet.service.cluster.fake import FakeLauncher
 from octet.service.db.engine import Database
@@ -190,7 +191,8 @@ def test_the_application_is_complete_without_fastapi(world: World) -> None:
     """Behind its limits alone, as on a listener of its own, it gives the same answers."""
     _, rank = world.start()
     ingest: Ingest = create_app(world.settings, database=world.database).state.ingest
-    alone = LimitBodies(ingest, settings=world.settings, verify_token=ingest.tokens.verify)
+    authenticate = Authentication(world.settings, world.database).authenticate
+    alone = LimitBodies(ingest, authenticate=authenticate, verify_token=ingest.tokens.verify)
     path, batch = f"/internal/v1/attempts/{rank.order.attempt_id}/reports", rank.batch(step(1)).model_dump(mode="json")
     known = {"Authorization": f"Bearer {rank.order.token}"}
 

@@ -54,6 +54,34 @@ def finished(app: OctetApp, client: Client, runnable: dict[str, Any], make_summa
     return client.job(job.id)
 
 
+def test_a_key_is_made_listed_rotated_and_revoked(app: OctetApp, octet: Callable[..., Result]) -> None:
+    made = octet("keys", "create", "ada", "--role", "viewer", "--tenant", "research", "--expires-days", "90")
+    secret = made.stdout.strip()
+    assert secret.startswith("octet_")
+    assert "viewer of research, until 20" in made.stderr
+
+    def works(secret: str) -> bool:
+        with Client(app.url, secret) as client:
+            try:
+                list(client.jobs())
+            except ApiError:
+                return False
+            return True
+
+    assert works(secret)
+    (listed,) = json.loads(octet("keys", "list", "--json").stdout)
+    assert (listed["name"], listed["tenant"], listed["role"]) == ("ada", "research", "viewer")
+    new = json.loads(octet("keys", "rotate", listed["id"], "--overlap-hours", "0", "--json").stdout)
+    assert (works(secret), works(new["secret"])) == (False, True)
+    assert octet("keys", "revoke", new["id"]).stdout == f"{new['id']} (ada) is revoked.\n"
+    assert not works(new["secret"])
+    lines = octet("keys", "list").stdout.splitlines()
+    assert [line.split()[-1] for line in lines] == ["WORKS", "revoked", "expired"]
+    refused = octet("keys", "create", "ada", "--role", "viewer", "--tenant", "No such")
+    assert refused.exit_code == 2
+    assert octet("keys", "revoke", "key_of_nobody").exit_code == 2
+
+
 @contextmanager
 def ranks_do(app: OctetApp, act: Callable[[Rank], None]) -> Iterator[None]:
     """In the background: start a rank for the next job that is queued under the name `watched`, and act through it."""

@@ -1,0 +1,64 @@
+"""Principals: the people and services that send requests, with the tenant and the rights of their keys."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from octet.api_schemas.keys import DEFAULT_TENANT, KeyRole
+
+
+class Right(Enum):
+    """A kind of request."""
+
+    READ = auto()
+    CHANGE = auto()
+    SCRAPE = auto()
+    ADMINISTER = auto()
+
+
+RIGHTS = {
+    KeyRole.VIEWER: frozenset({Right.READ}),
+    KeyRole.SUBMITTER: frozenset({Right.READ, Right.CHANGE}),
+    KeyRole.ADMIN: frozenset({Right.READ, Right.CHANGE, Right.ADMINISTER}),
+    KeyRole.SCRAPER: frozenset({Right.SCRAPE}),
+}
+_OF_KEY_FILES = frozenset({Right.READ, Right.CHANGE, Right.SCRAPE})
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who sends a request.
+
+    `sees_all` is true for the operator, who acts for every tenant. `key_hash` is set for a key of the database alone, which
+    may be revoked while its principal is at work.
+    """
+
+    name: str
+    tenant: str
+    rights: frozenset[Right]
+    sees_all: bool = False
+    key_hash: bytes | None = field(default=None, repr=False)
+
+    @property
+    def visible_tenant(self) -> str | None:
+        """The tenant whose jobs this principal sees; None for all."""
+        return None if self.sees_all else self.tenant
+
+
+def of_key_file(tenant: str) -> Principal:
+    """Return the principal of a key that the server was started with. One without a name is the operator's."""
+    if tenant == DEFAULT_TENANT:
+        return operator("the operator's key")
+    return Principal(f"the key of {tenant}", tenant, _OF_KEY_FILES)
+
+
+def of_stored_key(key_id: str, name: str, tenant: str, role: KeyRole, key_hash: bytes) -> Principal:
+    """Return the principal of a key of the database. An admin of the default tenant is an operator."""
+    name = f"{name} ({key_id})"
+    if (tenant, role) == (DEFAULT_TENANT, KeyRole.ADMIN):
+        return operator(name, key_hash)
+    return Principal(name, tenant, RIGHTS[role], key_hash=key_hash)
+
+
+def operator(name: str, key_hash: bytes | None = None) -> Principal:
+    """Return a principal who may do everything for every tenant."""
+    return Principal(name, DEFAULT_TENANT, frozenset(Right), sees_all=True, key_hash=key_hash)

@@ -1,0 +1,57 @@
+"""Middleware that records requests in the audit, and gives each a number that its answer carries as X-Request-ID."""
+
+import re
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octet.service.access.audit import Audit
+
+_BY_TOKENS = "/internal/v1/attempts/"
+"""The path of ranks, which have tokens of their own and change their attempt every few seconds."""
+_CHANGES_NOTHING = {"/v1/jobs/validate", "/v1/plans"}
+_READS = {"GET", "HEAD", "OPTIONS"}
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,64}")
+
+
+class AuditRequests:
+    """Records each request whose principal is known and that is to change something, and each 401 and 403."""
+
+    def __init__(self, app: ASGIApp, audit: Audit) -> None:
+        self._app = app
+        self._audit = audit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(_BY_TOKENS):
+            await self._app(scope, receive, send)
+            return
+        request_id, has_begun = _request_id_of(scope), False
+
+        async def recorded(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                self._record(scope, request_id, message["status"])
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id.encode())]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, recorded)
+        except Exception:
+            if not has_begun:
+                self._record(scope, request_id, 500)
+            raise
+
+    def _record(self, scope: Scope, request_id: str, status: int) -> None:
+        principal = scope.get("state", {}).get("principal")
+        method, path = scope["method"], scope["path"]
+        is_change = principal is not None and method not in _READS and path not in _CHANGES_NOTHING
+        if is_change or status in {401, 403}:
+            address = (scope.get("client") or ("",))[0]
+            self._audit.record(principal, method, path, address=address, request_id=request_id, status=status)
+
+
+def _request_id_of(scope: Scope) -> str:
+    """Return the request's X-Request-ID, which a proxy may have set; a new one if it has none that can be shown."""
+    given: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
