@@ -9,11 +9,12 @@ from octet.api_schemas.base import Contract
 from octet.api_schemas.precision import Globs
 from octet.api_schemas.rules.parts import LEARNING_RATE, OPTIMIZER
 
-OptimizerName = Literal["adamw", "adam", "lion", "sgd"]
+OptimizerName = Literal["adamw", "adam", "lion", "muon", "sgd"]
 OPTIMIZER_STATES: Mapping[OptimizerName, tuple[Literal["exp_avg", "exp_avg_sq"], ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
+    "muon": ("exp_avg", "exp_avg_sq"),
     "sgd": ("exp_avg",),
 }
 """The states of each optimizer, each stored by the codec in the level's column of the same name."""
