@@ -1,7 +1,7 @@
 """The optimizer and the schedule of a job: their names, their numbers, and which number belongs to which name."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,8 @@ OPTIMIZER_STATES: Mapping[OptimizerName, tuple[Literal["exp_avg", "exp_avg_sq"],
     "sgd": ("exp_avg",),
 }
 """The states of each optimizer, each stored by the codec in the level's column of the same name."""
+MUON_MOMENTUM = 0.95
+"""Of Jordan et al. 2024 and Liu et al. 2025."""
 ScheduleName = Literal["cosine", "linear", "constant", "polynomial", "warmup_stable_decay"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -26,7 +28,9 @@ class OptimizerSpec(Contract):
     """The optimizer's rule and its numbers. Defaults are AdamW's. Biases and norms never decay.
 
     adamw: Loshchilov and Hutter 2019, eps outside the root as in torch. adam: Kingma and Ba 2015, with weight decay in the
-    gradient (L2). lion: Chen et al. 2023; it wants a learning rate 3 to 10 times smaller. sgd: momentum as in torch (Sutskever
+    gradient (L2). lion: Chen et al. 2023; it wants a learning rate 3 to 10 times smaller. muon: Jordan et al. 2024, with the
+    factor of Liu et al. 2025 (arXiv 2502.16982) for hidden matrices, so that AdamW's learning rate and decay carry over; AdamW,
+    with betas and eps, for all other parameters. sgd: momentum as in torch (Sutskever
     et al. 2013), with weight decay in the gradient; it needs training.gradient_clip, by which stored weights are scaled.
     """
 
@@ -35,7 +39,7 @@ class OptimizerSpec(Contract):
     weight_decay: float = Field(default=0.1, ge=0.0, le=10.0)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0.0, le=1.0)
-    momentum: Fraction = 0.9
+    momentum: Fraction = Field(default=0.9, description="of sgd, and of muon, where it is 0.95 unless it is set")
     no_decay: Globs = Field(default=(), max_length=100, description="names of further parameters that do not decay, as globs")
     layer_decay: float = Field(
         default=1.0,
@@ -43,6 +47,13 @@ class OptimizerSpec(Contract):
         le=1.0,
         description="factor of the learning rate from each block to the one below it; embeddings lie below the first block",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_momentum(cls, data: Any) -> Any:
+        """Give Muon the momentum of its authors, where none is set."""
+        is_muon = isinstance(data, Mapping) and data.get("name") == "muon"
+        return {"momentum": MUON_MOMENTUM, **data} if is_muon else data
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:

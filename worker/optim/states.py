@@ -216,8 +216,9 @@ class OptimizerStates(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict of this class, bit for bit, or of a torch optimizer with the same states.
 
-        The codecs stay those of this optimizer: a state that was stored by another codec is encoded again; so do the rules of
-        its groups. A master weight that was not saved stays as it is. Raises ValueError for another rule's states and for states in other parts.
+        The codecs and the rules of groups stay those of this optimizer: a state that was stored by another codec is encoded
+        again. A master weight that was not saved stays as it is. Raises ValueError for another rule's states and for states in
+        other parts.
         """
         kept = [*(f"{name}_codec" for name in self.rule.state_codecs), *self.rule.fixed]
         own_options = [{name: group[name] for name in kept} for group in self.param_groups]

@@ -3,15 +3,16 @@
 The walker sees how tensors are stored and no arithmetic; a rule (`rules/rule.py`) has the arithmetic. Only what is stored is
 rounded: a step's update uses the states before they are rounded. It passes over each parameter once, in runs of elements, so
 that no tensor is wide as a whole. The kernels' twin of it is `worker/kernels/cuda/optimizer.py`: the same numbers, bit for bit.
+A rule that needs whole matrices has no kernels: its states are advanced by runs, and then it computes a direction.
 """
 
 import torch
 from torch import Tensor
 
+from octet.worker.fp8.weight import stored
 from octet.worker.optim.gradients import GradientReader, gradient_of
 from octet.worker.optim.rules.rule import Group, MatrixRule
 from octet.worker.optim.states import OptimizerStates
-from octet.worker.fp8.weight import stored
 from octet.worker.optim.weights import runs
 
 

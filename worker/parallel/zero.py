@@ -26,6 +26,7 @@ from octet.worker.kernels.formats import BLOCK
 from octet.worker.mesh import Axis, Pending, TensorInPieces
 from octet.worker.models.blocks import repeated_blocks
 from octet.worker.optim import LowBitOptimizer
+from octet.worker.optim.rules.rule import Group
 from octet.worker.optim.sharding import cut_into_pieces, make_piece, shares_memory
 from octet.worker.optim.shards import agree_on_finite, agree_on_weight_scales
 from octet.worker.parallel.buckets import Bucket
@@ -107,6 +108,9 @@ class ShardedStates:
         self._places: dict[Tensor, tuple[Bucket, int]] = {
             parameter: (bucket, index) for bucket in gradients.buckets for index, parameter in enumerate(bucket.parameters)
         }
+        if any(origin.matrix_shape for origin in optimizer.origins.values()):
+            places = {self._pieces[parameter]: place for parameter, place in self._places.items()}
+            optimizer.matrices = _GatheredMatrices(optimizer, places)
         for parameter in elements:
             if is_float8_weight(parameter):
                 parameter.state.read_whole = _Read(self, parameter)
@@ -327,6 +331,36 @@ class ShardedStates:
         """Return the number, which is not negative, that all owners of a parameter have; infinity for NaN."""
         own = number.to(self.axis.device, copy=True)
         return self.axis.max_(own if owns_some else torch.zeros_like(own))
+
+
+class _GatheredMatrices:
+    """Gathers matrices of which ranks hold pieces, for a rule that needs them whole (`SharedMatrices`)."""
+
+    def __init__(self, optimizer: LowBitOptimizer, places: Mapping[Tensor, tuple[Bucket, int]]) -> None:
+        """places: the bucket of each piece, and its index there."""
+        self._places = places
+        self._updates = [
+            (piece, group)
+            for group in optimizer.param_groups
+            for piece in group["params"]
+            if piece in places and optimizer.origins[piece].matrix_shape
+        ]
+
+    def due(self, updates: list[tuple[Tensor, Group]]) -> list[tuple[Tensor, Group]]:
+        """Return updates with each matrix that some rank has a gradient of, in the order of the groups. The host waits."""
+        if not self._updates:
+            return updates
+        matrices = {piece for piece, _ in self._updates}
+        axis = self._places[self._updates[0][0]][0].axis
+        marks = torch.tensor([piece.grad is not None for piece, _ in self._updates], dtype=torch.float32, device=axis.device)
+        is_due = axis.max_(marks).tolist()
+        due = [update for update, mark in zip(self._updates, is_due, strict=True) if mark]
+        return [*(update for update in updates if update[0] not in matrices), *due]
+
+    def join(self, piece: Tensor, own: Tensor) -> Tensor:
+        """Return the whole matrix, 1-D."""
+        bucket, index = self._places[piece]
+        return bucket.join_pieces(index, own, 1)
 
 
 class _Read:

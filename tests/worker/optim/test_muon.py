@@ -63,7 +63,7 @@ class TestNewtonSchulz:
         assert torch.equal(newton_schulz(torch.zeros(32, 16)), torch.zeros(32, 16))
 
     def test_no_element_exceeds_the_bound(self) -> None:
-        """The largest elements are those of matrices with one entry: its singular value itself. The polynomial peaks at 0.5545."""
+        """A diagonal has its singular values as elements; the polynomial peaks at 0.5545."""
         for ratio in torch.linspace(0.0, 1.0, 500).tolist():
             matrix = torch.diag(torch.tensor([ratio, (1 - ratio**2) ** 0.5]))
             assert float(newton_schulz(matrix).abs().amax()) < 1.2026

@@ -38,7 +38,7 @@ MIN_NORM = 1e-7
 """A matrix of a smaller Frobenius norm is divided by this, as in torch."""
 LARGEST_ELEMENT = 1.25
 """No element of a direction is larger than its largest singular value, and a step leaves none above 1.2025, the maximum of its
-polynomial in [0, 1.2025]. The rest is for rounding in bf16; what exceeds it is clamped, since stored weights are scaled by it."""
+polynomial in [0, 1.2025]. The rest is for rounding in bf16. What is larger is clamped: it scales stored weights."""
 RMS = 0.2
 """The root mean square of AdamW's updates, which these have at singular values of 1."""
 
