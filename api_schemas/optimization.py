@@ -18,6 +18,8 @@ OPTIMIZER_STATES: Mapping[OptimizerName, tuple[Literal["exp_avg", "exp_avg_sq"],
     "sgd": ("exp_avg",),
 }
 """The states of each optimizer, each stored by the codec in the level's column of the same name."""
+MATRIX_STATES: Mapping[OptimizerName, tuple[Literal["exp_avg"], ...]] = {"muon": ("exp_avg",)}
+"""The states of hidden matrices, where an optimizer has another rule for them."""
 MUON_MOMENTUM = 0.95
 """Of Jordan et al. 2024 and Liu et al. 2025."""
 ScheduleName = Literal["cosine", "linear", "constant", "polynomial", "warmup_stable_decay"]

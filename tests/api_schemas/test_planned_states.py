@@ -189,6 +189,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"training": {"ema_decay": 0.9}},
     {"training": {"gradient_release": True, "gradient_clip": None}},
     {"training": {"optimizer": {"name": "lion"}}},
+    {"training": {"optimizer": {"name": "muon"}}},
+    {"training": {"optimizer": {"name": "muon"}}, "precision": {"level": "O3-split-8bit"}},
     {"training": {"micro_batch_size": 1, "global_batch_size": 5}},
     {"precision": {"level": "O3", "exclude": ["*.mlp.*"], "skip_last_layers": 2}},
     {"precision": {"level": "O2", "convert_heads": True, "recipe": {"scaling": "delayed", "amax_history_length": 4}}},
@@ -227,6 +229,22 @@ def test_a_rank_of_each_layout(workers: int, parallelism: dict[str, Any], level:
             assert num_bytes == pytest.approx(sent[collective][dtype], rel=0.01), (collective, dtype)
     counted = sum(sum(by_dtype.values()) for by_dtype in found.sent.values())
     assert counted == pytest.approx(sum(sum(by_dtype.values()) for by_dtype in sent.values()), rel=0.015)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_gather_the_matrices_of_muon(stage: int) -> None:
+    """A CPU gathers fp32, accelerators bf16; nothing else differs from what AdamW sends."""
+    parts: dict[str, Any] = {"parallelism": {"zero_stage": stage}}
+    muon, adamw = (
+        job(LLAMA, "O2", 3, training={"micro_batch_size": 1, "optimizer": {"name": name}}, **parts)
+        for name in ("muon", "adamw")
+    )
+    (held, sent), (_, sent_by_adamw) = on_fake_ranks(muon), on_fake_ranks(adamw)
+    assert planned(muon).held == held
+    gathered = {dtype: sent["gather"].get(dtype, 0) - num_bytes for dtype, num_bytes in sent_by_adamw["gather"].items()}
+    expected = planned(muon).sent["gather"]["bfloat16"] - planned(adamw).sent["gather"].get("bfloat16", 0)
+    assert gathered == dict.fromkeys(gathered, 0) | {"float32": 2 * expected}
+    assert expected > 0
 
 
 def trained(rank: int, port: int, folder: str, document: dict[str, Any]) -> None:

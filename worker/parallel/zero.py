@@ -108,9 +108,10 @@ class ShardedStates:
         self._places: dict[Tensor, tuple[Bucket, int]] = {
             parameter: (bucket, index) for bucket in gradients.buckets for index, parameter in enumerate(bucket.parameters)
         }
-        if any(origin.matrix_shape for origin in optimizer.origins.values()):
-            places = {self._pieces[parameter]: place for parameter, place in self._places.items()}
-            optimizer.matrices = _GatheredMatrices(optimizer, places)
+        places = {self._pieces[parameter]: place for parameter, place in self._places.items()}
+        matrices = {piece: places[piece] for piece in optimizer.pieces.values() if optimizer.origins[piece].matrix_shape}
+        if matrices:
+            optimizer.matrices = _GatheredMatrices(optimizer, self.axis, matrices)
         for parameter in elements:
             if is_float8_weight(parameter):
                 parameter.state.read_whole = _Read(self, parameter)
@@ -336,26 +337,18 @@ class ShardedStates:
 class _GatheredMatrices:
     """Gathers matrices of which ranks hold pieces, for a rule that needs them whole (`SharedMatrices`)."""
 
-    def __init__(self, optimizer: LowBitOptimizer, places: Mapping[Tensor, tuple[Bucket, int]]) -> None:
-        """places: the bucket of each piece, and its index there."""
-        self._places = places
-        self._updates = [
-            (piece, group)
-            for group in optimizer.param_groups
-            for piece in group["params"]
-            if piece in places and optimizer.origins[piece].matrix_shape
-        ]
+    def __init__(self, optimizer: LowBitOptimizer, axis: Axis, places: Mapping[Tensor, tuple[Bucket, int]]) -> None:
+        """axis: the ranks that hold the pieces. places: the bucket of each matrix's piece, and its index there."""
+        self._optimizer, self._axis, self._places = optimizer, axis, places
 
     def due(self, updates: list[tuple[Tensor, Group]]) -> list[tuple[Tensor, Group]]:
         """Return updates with each matrix that some rank has a gradient of, in the order of the groups. The host waits."""
-        if not self._updates:
-            return updates
-        matrices = {piece for piece, _ in self._updates}
-        axis = self._places[self._updates[0][0]][0].axis
-        marks = torch.tensor([piece.grad is not None for piece, _ in self._updates], dtype=torch.float32, device=axis.device)
-        is_due = axis.max_(marks).tolist()
-        due = [update for update, mark in zip(self._updates, is_due, strict=True) if mark]
-        return [*(update for update in updates if update[0] not in matrices), *due]
+        groups = self._optimizer.param_groups  # others since a state dict was loaded
+        matrices = [(piece, group) for group in groups for piece in group["params"] if piece in self._places]
+        marks = torch.tensor([piece.grad is not None for piece, _ in matrices], dtype=torch.float32, device=self._axis.device)
+        is_due = self._axis.max_(marks).tolist()
+        due = [update for update, mark in zip(matrices, is_due, strict=True) if mark]
+        return [*(update for update in updates if update[0] not in self._places), *due]
 
     def join(self, piece: Tensor, own: Tensor) -> Tensor:
         """Return the whole matrix, 1-D."""

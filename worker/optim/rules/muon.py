@@ -138,15 +138,16 @@ class LowBitMuon(LowBitOptimizer):
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that Muon orthogonalizes: weights of linear layers, but heads, and stacks of experts.
 
-    A weight that another module has, too, as a head tied to an embedding, is none.
+    A weight that a head or an embedding has, too, is none.
     """
-    users: dict[Tensor, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            users[parameter] = users.get(parameter, 0) + 1
-    linears = [module for name, module in model.named_modules() if layout_of(module) is not None and not matches(name, HEADS)]
-    weights = [layer.get_parameter("weight") for layer in linears]
-    return [*(weight for weight in weights if users[weight] == 1), *expert_stacks(model)]
+    found: list[nn.Parameter] = expert_stacks(model)
+    elsewhere: set[nn.Parameter] = set()
+    for name, module in model.named_modules():
+        if layout_of(module) is not None and not matches(name, HEADS):
+            found.append(module.get_parameter("weight"))
+        elif isinstance(module, nn.Embedding) or layout_of(module) is not None:
+            elsewhere.update(module.parameters(recurse=False))
+    return [parameter for parameter in dict.fromkeys(found) if parameter not in elsewhere]
 
 
 def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
