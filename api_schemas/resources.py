@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from octet.api_schemas.base import Contract, refusal
+from octet.api_schemas.keys import TENANT
 
 PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
+TenantName = Annotated[str, Field(pattern=f"^{TENANT}$")]
 LabelValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
 LabelKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9./-]{0,61}[a-z0-9])?$")]
 
@@ -42,6 +44,21 @@ class ResourceSpec(Contract):
         return {**given, "workers": given["workers"]["max"], "min_workers": given["workers"]["min"]}
 
 
+class TenantConfig(Contract):
+    """The part of a pool that a tenant has. Slots that nobody else wants are free to all, up to each tenant's limits."""
+
+    share: float = Field(
+        default=1,
+        gt=0,
+        le=1000,
+        description="of slots, in relation to other tenants' that have jobs of the same priority waiting",
+    )
+    slots: int | None = Field(
+        default=None, ge=1, le=1_000_000, description="most slots that its jobs take at once; null: no limit"
+    )
+    jobs: int | None = Field(default=None, ge=1, le=1_000_000, description="most of its jobs that run at once; null: no limit")
+
+
 class PoolConfig(Contract):
     """A pool as the operator configures it. One slot is one rank; on a GPU pool, one device."""
 
@@ -60,6 +77,13 @@ class PoolConfig(Contract):
     allows_entrypoints: bool = Field(
         default=False, description="run models of family python: any code that the workers' Python can import"
     )
+    tenants: dict[TenantName, TenantConfig] = Field(
+        default_factory=dict, description="shares and limits by tenant; others have a share of 1 and no limit"
+    )
+
+    def of_tenant(self, tenant: str) -> TenantConfig:
+        """Return the share and the limits of a tenant."""
+        return self.tenants.get(tenant, _UNLIMITED)
 
     @property
     def plans_jobs(self) -> bool:
@@ -70,6 +94,9 @@ class PoolConfig(Contract):
     def slot_resource(self) -> str:
         """The countable Ray resource of the pool. A node offers one unit for each rank that it can run."""
         return f"octet_slot_{self.name}"
+
+
+_UNLIMITED = TenantConfig()
 
 
 class Pool(Contract):

@@ -56,6 +56,15 @@ class JobRow(Base):
             sqlite_where=text("state = 'queued'"),
             postgresql_where=text("state = 'queued'"),
         ),
+        Index(
+            "ix_jobs_queue_of_tenant",
+            "pool",
+            "tenant",
+            "priority",
+            "id",
+            sqlite_where=text("state = 'queued'"),
+            postgresql_where=text("state = 'queued'"),
+        ),
         Index("ix_jobs_state_pool_id", "state", "pool", "id"),
         Index("ix_jobs_name_id", "name", "id"),
         Index("ix_jobs_rows", "id", "tenant", "state", "pool", "level", "name"),
@@ -398,6 +407,16 @@ class LeaseRow(Base):
     holder: Mapped[str] = mapped_column(String(255))
     token: Mapped[str] = mapped_column(String(64))
     expires_at: Mapped[datetime]
+
+
+class LastStartRow(Base):
+    """The moment when a tenant last had a job placed in a pool. Of tenants with equal use the one with the oldest is next."""
+
+    __tablename__ = "last_starts"
+
+    pool: Mapped[str] = mapped_column(String(32), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(32), primary_key=True)
+    started_at: Mapped[datetime]
 
 
 class PoolCapacityRow(Base):

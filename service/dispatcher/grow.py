@@ -37,7 +37,7 @@ def step(context: DispatcherContext) -> None:
 
 def _larger(context: DispatcherContext, session: Session, shrunk: list[ShrunkAttempt]) -> dict[str, int]:
     """The number of ranks that an attempt of each pool could grow to, by id: the oldest of a pool, while nobody waits there."""
-    present, used = store.queue.slots_present(session), store.queue.slots_used(session)
+    present, used = store.queue.slots_present(session), store.queue.use_by_tenant(session)
     free = {pool.name: pool.slots_free for pool in pool_states(context.settings.pools, present, used)}
     found: dict[str, int] = {}
     for attempt in shrunk:

@@ -38,6 +38,7 @@ def step(context: DispatcherContext) -> None:
             job = locked[decision.job_id]
             if job is not None and job.state is JobState.QUEUED:
                 attempts.reserve(session, job, now, decision.workers, decision.free)
+        store.queue.note_starts(session, {(job.pool, job.tenant) for job in locked.values() if job is not None}, now)
     if starting:
         context.wake()
 
@@ -48,6 +49,6 @@ def _to_start(context: DispatcherContext, session: Session, present: Mapping[str
     queue = [job for pool in pools for job in store.queue.head_of_queue(session, pool.name)]
     if not queue:
         return []
-    states = pool_states(pools, present, store.queue.slots_used(session))
+    states = pool_states(pools, present, store.queue.use_by_tenant(session))
     decisions = decide(queue, states, now, context.settings.lease_grace_s, space_for(queue, context.settings))
     return [each for each in decisions if each.why is None]

@@ -61,7 +61,7 @@ def _collect(context: DispatcherContext, pools: dict[str, PoolConfig]) -> dict[s
 
 
 def _pools_with_slots(context: DispatcherContext, session: Session) -> set[str]:
-    present, used = store.queue.slots_present(session), store.queue.slots_used(session)
+    present, used = store.queue.slots_present(session), store.queue.use_by_tenant(session)
     return {pool.name for pool in pool_states(context.settings.pools, present, used) if pool.slots_free}
 
 

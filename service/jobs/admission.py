@@ -117,6 +117,21 @@ def check_options(spec: JobSpec, settings: Settings) -> None:
         _refuse(conflict.field, conflict.got, conflict.allowed, conflict.change)
 
 
+def check_limits(spec: JobSpec, tenant: str, settings: Settings) -> None:
+    """Refuse a job that takes more slots than its tenant may ever have of the pool."""
+    wanted, pool = spec.resources, settings.pool(spec.resources.pool)
+    limit = None if pool is None else pool.of_tenant(tenant).slots
+    fewest = spec.worker_counts[-1]
+    if limit is not None and fewest > limit:
+        field = "resources.workers" if wanted.min_workers is None else "resources.min_workers"
+        _refuse(
+            field,
+            str(fewest),
+            f"at most {limit}, the slots of pool {wanted.pool!r} that tenant {tenant!r} may take",
+            f"Lower {field}, choose another pool, or ask the operator for a higher limit.",
+        )
+
+
 def check_files(inputs: Inputs, settings: Settings) -> None:
     """Check the files of a job's model and data, which can take as long as a file system does."""
     files = settings.readable_files

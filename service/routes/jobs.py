@@ -19,6 +19,7 @@ from octet.service.deps import (
     AppContextDep,
     IdempotencyKeyDep,
     JobIdDep,
+    PrincipalDep,
     VisibleTenantDep,
     context_of,
     principal_of,
@@ -28,6 +29,7 @@ from octet.service.http.bodies import PATCH_OF_SPEC, body_of, read_json, read_pa
 from octet.service.http.pages import page_as_json
 from octet.service.http.problems import answers
 from octet.service.jobs import commands, requests
+from octet.service.jobs.admission import check_limits
 from octet.service.jobs.requests import Request
 from octet.service.jobs.specs import changed
 from octet.service.jobs.submissions import Stored
@@ -59,6 +61,7 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
 
 async def _store_checked(request: Request, context: AppContext) -> Stored:
     try:
+        check_limits(request.spec, request.tenant, context.settings)
         await context.admission.check(request.spec)
     except ServiceError:
         # What was accepted is the same job again, whatever has become of its files.
@@ -68,9 +71,10 @@ async def _store_checked(request: Request, context: AppContext) -> Stored:
 
 
 @router.post("/validate", operation_id="validate_job", responses=answers(400, 413, 422), openapi_extra=body_of(JobSpec))
-async def validate(http_request: HttpRequest, context: AppContextDep) -> ValidatedJob:
+async def validate(http_request: HttpRequest, context: AppContextDep, principal: PrincipalDep) -> ValidatedJob:
     """Check a job as a submission does, without submitting it. The answer says what it would run as, and hold."""
     spec = await read_json(http_request, JobSpec)
+    check_limits(spec, principal.tenant, context.settings)
     await context.admission.check(spec)
     return await run_sync(validated, spec)
 

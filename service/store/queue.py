@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sqlalchemy import (
     BindParameter,
@@ -29,10 +29,12 @@ from sqlalchemy.orm import Session, aliased, load_only
 
 from octet.api_schemas import AttemptRef, AttemptState, DesiredState, FailureReason, JobSpec
 from octet.service.db.bulk import Transaction, connection_of
-from octet.service.db.tables import AttemptRow, CheckpointRow, JobRow, LeaseRow, PoolCapacityRow
+from octet.service.db.tables import AttemptRow, CheckpointRow, JobRow, LastStartRow, LeaseRow, PoolCapacityRow
 
 LEADER = "dispatcher"
 HEAD_OF_QUEUE = 200
+SHORTEST_HEAD = 20
+"""Jobs of each tenant that are looked at, however many tenants wait."""
 FEW_BEHIND = 1000
 LOOP_PRECISION = timedelta(seconds=10)
 _LOOP = "loop:"
@@ -52,6 +54,7 @@ class QueuedJob(NamedTuple):
 
     id: str
     pool: str
+    tenant: str
     workers: int
     priority: int
     not_before: datetime | None
@@ -73,20 +76,40 @@ class ShrunkAttempt(NamedTuple):
     checkpoint_at: datetime | None
 
 
+class Use(NamedTuple):
+    """The slots that a tenant's attempts take of a pool until they are released, the number of these attempts, and the moment
+    when its last one was placed.
+    """
+
+    slots: int = 0
+    jobs: int = 0
+    started_at: datetime | None = None
+
+
 def head_of_queue(transaction: Transaction, pool: str) -> list[QueuedJob]:
-    """List the first jobs of a pool's queue in order: enough to fill the pool, and few enough to read often.
+    """List the first jobs of each tenant in a pool's queue, by priority and age: enough to fill the pool, and few to read.
 
     The index of the queue is in the order of priorities, but within one priority it would be read from the wrong end, so
     sorting would read the whole queue. Instead: all jobs above the priority of the last job in the head, and as many as
     needed of that priority.
     """
-    parameters = {"pool": pool, "head": HEAD_OF_QUEUE, "others": HEAD_OF_QUEUE - 1}
     connection = connection_of(transaction)
-    lowest = connection.scalar(_LOWEST_IN_HEAD, parameters)
-    query = _WHOLE_QUEUE if lowest is None else _HEAD_OF_QUEUE
-    rows = connection.execute(query, parameters | {"lowest": lowest}).all()
-    counts = _counts_of(connection, [row[0] for row in rows if row[-1] is not None])
-    return [QueuedJob(*row[:-1], counts.get(row[0], (row[2],))) for row in rows]
+    tenants = tenants_waiting(transaction, pool)
+    length = max(HEAD_OF_QUEUE // max(1, len(tenants)), SHORTEST_HEAD)
+    rows: list[Any] = []
+    for tenant in tenants:
+        parameters = {"pool": pool, "tenant": tenant, "head": length, "others": length - 1}
+        lowest = connection.scalar(_LOWEST_IN_HEAD, parameters)
+        query = _WHOLE_QUEUE if lowest is None else _HEAD_OF_QUEUE
+        rows += connection.execute(query, parameters | {"lowest": lowest}).all()
+    counts = _counts_of(connection, [row.id for row in rows if row.min_workers is not None])
+    jobs = [QueuedJob._make((*row[:-1], counts.get(row.id, (row.workers,)))) for row in rows]
+    return jobs if len(tenants) == 1 else sorted(jobs, key=lambda job: (-job.priority, job.id))
+
+
+def tenants_waiting(transaction: Transaction, pool: str) -> list[str]:
+    """List the tenants that have jobs in a pool's queue. It reads one entry of the index for each."""
+    return list(connection_of(transaction).scalars(_TENANTS_WAITING, {"pool": pool}))
 
 
 def specs_of(transaction: Transaction, job_ids: Sequence[str]) -> dict[str, str]:
@@ -109,12 +132,13 @@ def _worker_counts(spec: str) -> tuple[int, ...]:
 
 def _in_order(
     *conditions: ColumnElement[bool],
-) -> Select[str, str, int, int, datetime | None, bool, datetime | None, FailureReason | None, bool, int | None]:
+) -> Select[str, str, str, int, int, datetime | None, bool, datetime | None, FailureReason | None, bool, int | None]:
     last = aliased(AttemptRow)
     return (
         select(
             JobRow.id,
             JobRow.pool,
+            JobRow.tenant,
             JobRow.workers,
             JobRow.priority,
             JobRow.not_before,
@@ -135,18 +159,23 @@ def _in_order(
 # All statements below are built once: to build them costs more than to execute them.
 _HEAD: BindParameter[int] = bindparam("head", type_=Integer)
 _OF_POOL = (_IS_QUEUED, JobRow.pool == bindparam("pool"))
+_OF_TENANT = (*_OF_POOL, JobRow.tenant == bindparam("tenant"))
 _LOWEST: BindParameter[int] = bindparam("lowest", type_=Integer)
 _LOWEST_IN_HEAD = (
     select(JobRow.priority)
-    .where(*_OF_POOL)
+    .where(*_OF_TENANT)
     .order_by(JobRow.priority.desc())
     .limit(1)
     .offset(bindparam("others", type_=Integer))
 )
-_OLDEST_OF_LOWEST = select(JobRow.id).where(*_OF_POOL, JobRow.priority == _LOWEST).order_by(JobRow.id).limit(_HEAD).subquery()
-_ABOVE_LOWEST = select(JobRow.id).where(*_OF_POOL, JobRow.priority > _LOWEST)
-_WHOLE_QUEUE = _in_order(*_OF_POOL)
+_OLDEST_OF_LOWEST = select(JobRow.id).where(*_OF_TENANT, JobRow.priority == _LOWEST).order_by(JobRow.id).limit(_HEAD).subquery()
+_ABOVE_LOWEST = select(JobRow.id).where(*_OF_TENANT, JobRow.priority > _LOWEST)
+_WHOLE_QUEUE = _in_order(*_OF_TENANT)
 _HEAD_OF_QUEUE = _in_order(JobRow.id.in_(union_all(select(_OLDEST_OF_LOWEST.c.id), _ABOVE_LOWEST)))
+_FIRST_TENANT = select(func.min(JobRow.tenant).label("tenant")).where(*_OF_POOL).cte("waiting", recursive=True)
+_NEXT_TENANT = select(func.min(JobRow.tenant)).where(*_OF_POOL, JobRow.tenant > _FIRST_TENANT.c.tenant).scalar_subquery()
+_EACH_TENANT = _FIRST_TENANT.union_all(select(_NEXT_TENANT).where(_FIRST_TENANT.c.tenant.is_not(None)))
+_TENANTS_WAITING = select(_EACH_TENANT.c.tenant).where(_EACH_TENANT.c.tenant.is_not(None))
 
 
 class Place(Protocol):
@@ -204,9 +233,27 @@ _FROM_FIRST_TO_LAST = select(JobRow.id, func.row_number().over(order_by=JobRow.i
 )
 
 
+def use_by_tenant(transaction: Transaction) -> dict[str, dict[str, Use]]:
+    """Count what attempts hold, by pool and tenant. An attempt holds its slots until its processes are known to be gone."""
+    found: dict[str, dict[str, Use]] = {}
+    connection = connection_of(transaction)
+    for pool, tenant, started_at in connection.execute(_LAST_STARTS):
+        found.setdefault(pool, {})[tenant] = Use(started_at=started_at)
+    for pool, tenant, slots, jobs in connection.execute(_USE):
+        of_pool = found.setdefault(pool, {})
+        of_pool[tenant] = of_pool.get(tenant, Use())._replace(slots=int(slots), jobs=jobs)
+    return found
+
+
+def note_starts(session: Session, started: Iterable[tuple[str, str]], now: datetime) -> None:
+    """Write that jobs of these pools and tenants were placed."""
+    for pool, tenant in started:
+        session.merge(LastStartRow(pool=pool, tenant=tenant, started_at=now))
+
+
 def slots_used(transaction: Transaction) -> dict[str, int]:
-    """Count the slots that attempts hold, by pool. An attempt holds them until its processes are known to be gone."""
-    return {pool: int(used) for pool, used in connection_of(transaction).execute(_SLOTS_USED)}
+    """Count the slots that attempts hold, by pool."""
+    return {pool: sum(use.slots for use in uses.values()) for pool, uses in use_by_tenant(transaction).items()}
 
 
 def slots_present(transaction: Transaction) -> dict[str, int]:
@@ -290,8 +337,12 @@ _SHRUNK = (
     .order_by(AttemptRow.id)
 )
 _SLOTS_PRESENT = select(PoolCapacityRow.pool, PoolCapacityRow.slots_present)
-_SLOTS_USED = (
-    select(AttemptRow.pool, func.sum(AttemptRow.workers)).where(AttemptRow.released_at.is_(None)).group_by(AttemptRow.pool)
+_LAST_STARTS = select(LastStartRow.pool, LastStartRow.tenant, LastStartRow.started_at)
+_USE = (
+    select(AttemptRow.pool, JobRow.tenant, func.sum(AttemptRow.workers), func.count())
+    .join(JobRow, JobRow.id == AttemptRow.job_id)
+    .where(AttemptRow.released_at.is_(None))
+    .group_by(AttemptRow.pool, JobRow.tenant)
 )
 
 

@@ -29,6 +29,7 @@ OTHER_POOL = {
     "slotsPerNode": 4,
     "threadsPerWorker": 4,
     "allowsEntrypoints": True,
+    "tenants": {"vision": {"share": 2.5, "slots": 4}, "speech": {"jobs": 2}},
     "scratch": "32Gi",
     "resources": {
         "requests": {"cpu": "32", "memory": "128Gi", "nvidia.com/gpu": "4"},

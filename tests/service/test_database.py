@@ -85,8 +85,9 @@ PLANNED = ("plan", "measured_to_planned")
 
 
 def without_rows(connection: Connection) -> None:
-    """Undo migrations 0018, 0017, 0016, 0015, 0014, 0013 and 0012."""
-    for table in ("api_keys", "audit_records"):
+    """Undo migrations 0019, 0018, 0017, 0016, 0015, 0014, 0013 and 0012."""
+    connection.execute(text("DROP INDEX ix_jobs_queue_of_tenant"))
+    for table in ("last_starts", "api_keys", "audit_records"):
         connection.execute(text(f"DROP TABLE {table}"))
     connection.execute(text("ALTER TABLE attempts DROP COLUMN num_events"))
     for statement in ("DROP INDEX ix_jobs_pool_measured", *(f"ALTER TABLE jobs DROP COLUMN {name}" for name in PLANNED)):
