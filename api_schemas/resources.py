@@ -77,6 +77,9 @@ class PoolConfig(Contract):
     allows_entrypoints: bool = Field(
         default=False, description="run models of family python: any code that the workers' Python can import"
     )
+    backfill: bool = Field(
+        default=True, description="lend slots that a waiting job cannot use yet to jobs behind it, which make way when it fits"
+    )
     tenants: dict[TenantName, TenantConfig] = Field(
         default_factory=dict, description="shares and limits by tenant; others have a share of 1 and no limit"
     )

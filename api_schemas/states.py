@@ -26,7 +26,7 @@ class DesiredState(StrEnum):
     PAUSE = "pause"
     CANCEL = "cancel"
     CANCEL_NOW = "cancel_now"
-    YIELD = "yield"  # to save a checkpoint, end, and wait in the queue: the server stops
+    YIELD = "yield"  # to save a checkpoint, end, and wait in the queue: the server stops, or a loan of slots ends
 
     @property
     def saves(self) -> bool:

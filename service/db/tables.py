@@ -6,7 +6,7 @@ An attempt takes slots of its pool until `released_at`, the moment when its proc
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, UniqueConstraint, text
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, UniqueConstraint, false, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from octet.api_schemas import AttemptState, DesiredState, FailureReason, JobState
@@ -191,6 +191,7 @@ class AttemptRow(Base):
     last_step: Mapped[int | None] = mapped_column(BigInteger)
     num_log_lines: Mapped[int] = mapped_column(BigInteger, default=0)
     num_events: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    is_lent: Mapped[bool] = mapped_column(default=False, server_default=false())
     reason: Mapped[FailureReason | None]
     message: Mapped[str | None]
 

@@ -36,10 +36,19 @@ class Ending:
     summary: JobSummary | None = None
 
 
-def reserve(session: Session, job: JobRow, now: datetime, workers: int | None = None, free: int | None = None) -> AttemptRow:
+def reserve(
+    session: Session,
+    job: JobRow,
+    now: datetime,
+    workers: int | None = None,
+    free: int | None = None,
+    *,
+    is_lent: bool = False,
+) -> AttemptRow:
     """Give a queued job its slots: create its next attempt. Nothing is started yet.
 
-    workers: ranks of the attempt; by default the job's most. free: slots that the pool had for it.
+    workers: ranks of the attempt; by default the job's most. free: slots that the pool had for it. is_lent: it gives its slots
+    back when the job ahead of it can use them.
     """
     workers = job.workers if workers is None else workers
     former = session.get(AttemptRow, job.current_attempt_id) if job.min_workers is not None and job.current_attempt_id else None
@@ -55,6 +64,7 @@ def reserve(session: Session, job: JobRow, now: datetime, workers: int | None = 
         created_at=now,
         num_log_lines=0,
         num_events=0,
+        is_lent=is_lent,
     )
     session.add(attempt)
     job.current_attempt_id = attempt.id
@@ -62,6 +72,8 @@ def reserve(session: Session, job: JobRow, now: datetime, workers: int | None = 
     message = f"attempt {attempt.epoch} has {workers} slot{'s' * (workers > 1)} of pool {job.pool!r}"
     if workers < job.workers:
         message += f", of {job.min_workers} to {job.workers}: {free} were free"
+    if is_lent:
+        message += "; they are lent, until the job ahead of it can use them"
     store.jobs.add_event(session, job, now, "job.placed", message, attempt_id=attempt.id)
     before = former.workers if former is not None else workers
     if before != workers:
@@ -145,10 +157,10 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
         _fail(session, job, ending, now)
 
 
-def make_way(session: Session, job: JobRow, now: datetime) -> None:
+def make_way(session: Session, job: JobRow, now: datetime, why: str) -> None:
     """Have a job's attempt save a checkpoint and end; the job then waits in the queue. It counts as no failure."""
     job.desired, job.stop_requested_at = DesiredState.YIELD, now
-    message = "asked to make way after a checkpoint: the server stops"
+    message = f"asked to make way after a checkpoint: {why}"
     store.jobs.add_event(session, job, now, "job.yielding", message, attempt_id=job.current_attempt_id)
 
 

@@ -4,7 +4,8 @@ A job takes all its slots at once or none; an elastic job takes as many as it ma
 strict. Jobs go by priority. If several tenants have jobs of the highest priority, the one is next that has the fewest slots for
 its share, and of equal ones the one whose last start is longest ago. Within a tenant jobs go by age.
 
-A job that does not fit holds back the jobs behind it, so that small jobs cannot starve a large one. A job that its tenant's
+A job that does not fit holds back the jobs behind it, so that small jobs cannot starve a large one. They may borrow slots which
+it cannot use yet: they start, and make way once it fits with what is free and what was lent. A job that its tenant's
 limit holds back does so to that tenant's jobs alone. A job that cannot run yet for a reason of its own (it backs off, or its
 last attempt may still be alive) is passed over and holds back no other job.
 """
@@ -16,9 +17,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Protocol
 
-from octet.api_schemas import FailureReason, PoolConfig
+from octet.api_schemas import FailureReason
 from octet.api_schemas.resources import TenantConfig
-from octet.service.store.queue import Use
+from octet.service.store.queue import Loan, Use
 
 WAITS_FOR_PLAN = "the memory that it takes is being planned; others are placed meanwhile"
 
@@ -54,7 +55,8 @@ class Queued(Protocol):
 class PoolState:
     """The slots of a pool: configured, present (None until the cluster says), and taken by attempts not yet released.
 
-    needs_plans: it states its devices' memory, so that jobs are planned before they are placed. used: by tenant.
+    needs_plans: it states its devices' memory, so that jobs are planned before they are placed. used: by tenant. lent: to
+    attempts that make way when they are asked to. leaving: of attempts that end.
     """
 
     name: str
@@ -63,22 +65,13 @@ class PoolState:
     used: Mapping[str, Use] = field(default_factory=dict)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     needs_plans: bool = False
-
-    @classmethod
-    def of(cls, pool: PoolConfig, slots_present: int | None, used: Mapping[str, Use]) -> "PoolState":
-        """Join a configured pool with the slots that the cluster has and that attempts take."""
-        return cls(pool.name, pool.slots, slots_present, used, pool.tenants, pool.plans_jobs)
+    backfills: bool = True
+    lent: int = 0
+    leaving: int = 0
 
     @property
     def slots_free(self) -> int:
         return max(0, min(self.slots, self.slots_present or 0) - sum(use.slots for use in self.used.values()))
-
-
-def pool_states(
-    pools: Iterable[PoolConfig], slots_present: Mapping[str, int], used: Mapping[str, Mapping[str, Use]]
-) -> list[PoolState]:
-    """Describe the configured pools as they are now. used: by pool and tenant."""
-    return [PoolState.of(pool, slots_present.get(pool.name), used.get(pool.name, {})) for pool in pools]
 
 
 @dataclass(frozen=True)
@@ -94,15 +87,19 @@ class Decision:
     """The decision about one job. `position` counts from 1 within the pool; `why` says why it waits, or is None if it starts.
 
     workers: ranks that it starts with. free: slots that the pool had for it. `holds_back` is true for the job for which all
-    others behind it wait, unless they have a reason of their own.
+    others behind it wait, unless they have a reason of their own. borrows: it starts on slots that this job cannot use yet.
+    short: the slots that attempts have to give back for a job which fits then.
     """
 
     job_id: str
+    pool: str
     position: int
     why: str | None
     workers: int | None = None
     free: int | None = None
     holds_back: bool = False
+    borrows: bool = False
+    short: int = 0
 
 
 def decide(
@@ -128,27 +125,73 @@ def _decide_pool(
     jobs: list[Queued], pool: PoolState | None, now: datetime, lease_grace: timedelta, space: Space | None
 ) -> Iterator[Decision]:
     free = pool.slots_free if pool else 0
-    blocker: Queued | None = None
-    turns = _Turns(jobs, pool)
-    for position, (job, tenant) in enumerate(turns, start=1):
+    ahead: _Ahead | None = None
+    for position, (job, tenant) in enumerate(_Turns(jobs, pool), start=1):
         own_reason = _own_reason(job, now, lease_grace) or _space_reason(job, space) or _plan_reason(job, pool)
         limit_reason = None if own_reason or pool is None else tenant.limit_reason(job, pool.name)
-        why = own_reason or limit_reason or _pool_reason(job, pool, free, blocker)
+        why = own_reason or limit_reason or _pool_reason(job, pool, free, ahead)
         if why is None:
-            workers = most_of(job.worker_counts, min(free, tenant.slots_left))
+            spare = free if ahead is None else ahead.spare(free)
+            workers = most_of(job.worker_counts, min(spare, tenant.slots_left))
             assert workers is not None
-            yield Decision(job.id, position, why, workers, free)
+            yield Decision(job.id, job.pool, position, why, workers, free, borrows=ahead is not None)
             tenant.take(workers, position)
             free -= workers
+            if ahead is not None:
+                ahead.lent += workers
             continue
         if limit_reason is not None:
             tenant.blocker = tenant.blocker or job
         elif own_reason is None:
             tenant.wait_for(job.worker_counts[-1], position)
-        holds_back = own_reason is None and limit_reason is None and blocker is None
+        holds_back = own_reason is None and limit_reason is None and ahead is None
+        short = 0
         if holds_back:
-            blocker = job
-        yield Decision(job.id, position, why, holds_back=holds_back)
+            ahead = _Ahead(job, pool)
+            short = ahead.short(free)
+        yield Decision(job.id, job.pool, position, why, holds_back=holds_back, short=short)
+
+
+class _Ahead:
+    """The job for which the jobs behind it wait, and the slots that come back to it."""
+
+    def __init__(self, job: Queued, pool: PoolState | None) -> None:
+        self.job = job
+        self.lent = pool.lent if pool else 0
+        self._leaving = pool.leaving if pool else 0
+        self._lends = pool is not None and pool.backfills
+
+    @property
+    def fewest(self) -> int:
+        """The slots that it waits for."""
+        return self.job.worker_counts[-1]
+
+    def spare(self, free: int) -> int:
+        """Return how many of the free slots jobs behind it may borrow.
+
+        All, while it would not fit even with those that come back; else those that it leaves over.
+        """
+        if not self._lends:
+            return 0
+        without_loans = free + self._leaving - self.fewest
+        return free if without_loans + self.lent < 0 else min(free, max(0, without_loans))
+
+    def short(self, free: int) -> int:
+        """Return how many lent slots it needs back, which is 0 as long as it would not fit with all of them."""
+        missing = self.fewest - free - self._leaving
+        return missing if 0 < missing <= self.lent else 0
+
+
+def to_reclaim(loans: Iterable[Loan], short: int) -> list[Loan]:
+    """Choose the attempts that make way, so that at least `short` slots come back: in their order, and none without need."""
+    chosen: list[Loan] = []
+    for loan in loans:
+        if sum(each.workers for each in chosen) < short:
+            chosen.append(loan)
+    for loan in list(chosen):
+        if sum(each.workers for each in chosen) - loan.workers >= short:
+            chosen.remove(loan)
+    return chosen
 
 
 class _Tenant:
@@ -252,14 +295,16 @@ def _plan_reason(job: Queued, pool: PoolState | None) -> str | None:
     return WAITS_FOR_PLAN if waits_for_plan(job, pool) else None
 
 
-def _pool_reason(job: Queued, pool: PoolState | None, free: int, blocker: Queued | None) -> str | None:
+def _pool_reason(job: Queued, pool: PoolState | None, free: int, ahead: _Ahead | None) -> str | None:
     if pool is None:
         return f"pool {job.pool!r} is not configured any more; ask the operator"
     if pool.slots_present is None:
         return f"the cluster has not yet said what pool {pool.name!r} has"
-    if blocker is not None:
-        ahead = blocker.id if blocker.tenant == job.tenant else "a job of another tenant"
-        return f"{ahead} is ahead in pool {pool.name!r} and needs {blocker.worker_counts[-1]} slots; {free} are free"
+    if ahead is not None:
+        if most_of(job.worker_counts, ahead.spare(free)) is not None:
+            return None
+        name = ahead.job.id if ahead.job.tenant == job.tenant else "a job of another tenant"
+        return f"{name} is ahead in pool {pool.name!r} and needs {ahead.fewest} slots; {free} are free"
     if most_of(job.worker_counts, free) is None:
         there = min(pool.slots, pool.slots_present)
         missing = "" if there == pool.slots else f" ({pool.slots - there} of {pool.slots} are away)"

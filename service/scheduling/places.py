@@ -11,7 +11,8 @@ from octet.api_schemas import FailureReason, JobState, QueuePlace
 from octet.service import store
 from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
-from octet.service.scheduling.decide import Decision, PoolState, decide, pool_states, waits_for_plan
+from octet.service.scheduling.decide import Decision, PoolState, decide, waits_for_plan
+from octet.service.scheduling.pools import read_pools
 from octet.service.scheduling.space import space_for
 from octet.service.settings import Settings
 from octet.service.store.queue import Place, QueuedJob
@@ -89,8 +90,7 @@ class QueuePlaces:
 
     def _decided(self, transaction: Transaction, queue: Sequence[QueuedJob], known: _Known) -> list[Decision]:
         if known.states is None:
-            present, used = store.queue.slots_present(transaction), store.queue.use_by_tenant(transaction)
-            known.states = pool_states(self._settings.pools, present, used)
+            known.states = read_pools(transaction, self._settings.pools)
         now, space = self._database.now(transaction), space_for(queue, self._settings)
         return decide(queue, known.states, now, self._settings.lease_grace_s, space)
 

@@ -251,6 +251,29 @@ def note_starts(session: Session, started: Iterable[tuple[str, str]], now: datet
         session.merge(LastStartRow(pool=pool, tenant=tenant, started_at=now))
 
 
+class Loan(NamedTuple):
+    """An attempt on slots that a job ahead of it cannot use yet."""
+
+    attempt_id: str
+    pool: str
+    workers: int
+
+
+def loans(transaction: Transaction) -> list[Loan]:
+    """List the attempts on lent slots that nobody has asked to end, in the order in which they give them back."""
+    return [Loan(*row) for row in connection_of(transaction).execute(_LOANS)]
+
+
+def slots_leaving(transaction: Transaction) -> dict[str, int]:
+    """Count the slots of attempts that have ended or were asked to, by pool. They are free soon."""
+    return {pool: int(slots) for pool, slots in connection_of(transaction).execute(_LEAVING)}
+
+
+def end_loans(session: Session, pool: str) -> None:
+    """Give the attempts of a pool the slots that they were lent: nobody waits ahead of them."""
+    session.execute(update(AttemptRow).where(AttemptRow.pool == pool, AttemptRow.is_lent, _HOLDS_SLOTS).values(is_lent=False))
+
+
 def slots_used(transaction: Transaction) -> dict[str, int]:
     """Count the slots that attempts hold, by pool."""
     return {pool: sum(use.slots for use in uses.values()) for pool, uses in use_by_tenant(transaction).items()}
@@ -337,12 +360,26 @@ _SHRUNK = (
     .order_by(AttemptRow.id)
 )
 _SLOTS_PRESENT = select(PoolCapacityRow.pool, PoolCapacityRow.slots_present)
+_HOLDS_SLOTS = AttemptRow.released_at.is_(None)
 _LAST_STARTS = select(LastStartRow.pool, LastStartRow.tenant, LastStartRow.started_at)
 _USE = (
     select(AttemptRow.pool, JobRow.tenant, func.sum(AttemptRow.workers), func.count())
     .join(JobRow, JobRow.id == AttemptRow.job_id)
-    .where(AttemptRow.released_at.is_(None))
+    .where(_HOLDS_SLOTS)
     .group_by(AttemptRow.pool, JobRow.tenant)
+)
+_GOES_ON = AttemptRow.state.in_(_LIVE) & (JobRow.desired == DesiredState.RUN)
+_LOANS = (
+    select(AttemptRow.id, AttemptRow.pool, AttemptRow.workers)
+    .join(JobRow, JobRow.id == AttemptRow.job_id)
+    .where(_HOLDS_SLOTS, AttemptRow.is_lent, _GOES_ON)
+    .order_by(JobRow.priority, JobRow.id.desc())
+)
+_LEAVING = (
+    select(AttemptRow.pool, func.sum(AttemptRow.workers))
+    .join(JobRow, JobRow.id == AttemptRow.job_id)
+    .where(_HOLDS_SLOTS, ~_GOES_ON)
+    .group_by(AttemptRow.pool)
 )
 
 

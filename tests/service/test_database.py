@@ -89,7 +89,8 @@ def without_rows(connection: Connection) -> None:
     connection.execute(text("DROP INDEX ix_jobs_queue_of_tenant"))
     for table in ("last_starts", "api_keys", "audit_records"):
         connection.execute(text(f"DROP TABLE {table}"))
-    connection.execute(text("ALTER TABLE attempts DROP COLUMN num_events"))
+    for name in ("num_events", "is_lent"):
+        connection.execute(text(f"ALTER TABLE attempts DROP COLUMN {name}"))
     for statement in ("DROP INDEX ix_jobs_pool_measured", *(f"ALTER TABLE jobs DROP COLUMN {name}" for name in PLANNED)):
         connection.execute(text(statement))
     for table in ("exports", "comparison_children", "comparisons", "deleted_jobs"):

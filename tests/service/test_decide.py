@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from octet.api_schemas import FailureReason
 from octet.api_schemas.resources import TenantConfig
-from octet.service.scheduling.decide import Decision, PoolState, Space, decide
-from octet.service.store.queue import Use
+from octet.service.scheduling.decide import Decision, PoolState, Space, decide, to_reclaim
+from octet.service.store.queue import Loan, Use
 
 NOW = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
 
@@ -40,12 +40,12 @@ ONE, TWO = "one", "two"
 
 def shared(*jobs: Job, slots: int = 8, used: dict[str, Use] | None = None, **tenants: TenantConfig) -> dict[str, Decision]:
     """Decide about the jobs of several tenants in one pool."""
-    pool = PoolState("cpu", slots, slots, used or {}, tenants)
+    pool = PoolState("cpu", slots, slots, used or {}, tenants, backfills=False)
     return {each.job_id: each for each in decide(jobs, [pool], NOW, lease_grace_s=15)}
 
 
 def decided(*jobs: Job, slots: int = 4, present: int | None = 4, used: int = 0) -> dict[str, Decision]:
-    pool = PoolState("cpu", slots, present, {"default": Use(used, used)})
+    pool = PoolState("cpu", slots, present, {"default": Use(used, used)}, backfills=False)
     return {each.job_id: each for each in decide(jobs, [pool], NOW, lease_grace_s=15)}
 
 
@@ -207,7 +207,7 @@ CONFIGS = st.dictionaries(
         jobs=st.none() | st.integers(1, 5),
     ),
 )
-USES = st.dictionaries(st.sampled_from(TENANTS), st.builds(Use, st.integers(0, 6), st.integers(0, 6)))
+USES = st.dictionaries(st.sampled_from(TENANTS), st.builds(Use, st.integers(0, 6), st.integers(0, 6), st.none()))
 
 
 @given(JOBS, CONFIGS, USES, st.integers(1, 16))
@@ -248,13 +248,13 @@ def test_tenants_that_all_want_more_get_their_shares_within_a_gang(shares: list[
         assert (got[one] - 1) / tenants[one].share <= got[other] / tenants[other].share
 
 
-@given(st.lists(st.integers(0, 7), min_size=80, max_size=80))
+@given(st.lists(st.integers(0, 7), min_size=50, max_size=50))
 def test_neither_large_nor_small_jobs_starve(ends: list[int]) -> None:
-    """One tenant has a hundred small jobs. They are older than those of the other one, which take the whole pool each.
+    """One tenant has sixty small jobs. They are older than those of the other one, which take the whole pool each.
 
     One job ends at a time. A tenant without any slot gets some as soon as those of the other have ended.
     """
-    queue = [*jobs_of(ONE, 100, "a"), *jobs_of(TWO, 100, "b", workers=8)]
+    queue = [*jobs_of(ONE, 60, "a"), *jobs_of(TWO, 60, "b", workers=8)]
     running: list[Job] = []
     last_starts: dict[str, datetime] = {}
     idle = dict.fromkeys((ONE, TWO), 0)
@@ -273,3 +273,70 @@ def test_neither_large_nor_small_jobs_starve(ends: list[int]) -> None:
         for tenant in idle:
             idle[tenant] = 0 if any(job.tenant == tenant for job in running) else idle[tenant] + 1
         assert max(idle.values()) <= 9
+
+
+def lending(*jobs: Job, own: int = 0, lent: int = 0, leaving: int = 0) -> dict[str, Decision]:
+    """Decide in a pool of eight slots. own: slots of attempts that keep them. leaving: of attempts that end."""
+    pool = PoolState("cpu", 8, 8, {"default": Use(own + lent + leaving, 1)}, lent=lent, leaving=leaving)
+    return {each.job_id: each for each in decide(jobs, [pool], NOW, lease_grace_s=15)}
+
+
+def test_slots_that_the_job_ahead_cannot_use_yet_are_lent() -> None:
+    large, *small = Job("a", 8), Job("b", 2), Job("c", 2), Job("d", 1)
+    decisions = lending(large, *small, own=5)
+    assert {each.job_id: each.borrows for each in decisions.values() if each.why is None} == {"b": True, "d": True}
+    assert (decisions["a"].holds_back, decisions["a"].short) == (True, 0)
+    assert decisions["c"].why == "a is ahead in pool 'cpu' and needs 8 slots; 1 are free"
+    assert not lending(*small, own=5)["b"].borrows
+
+
+@pytest.mark.parametrize(
+    ("own", "lent", "leaving", "short", "borrow"),
+    [
+        (5, 3, 0, 0, False),  # it does not fit with all that is lent: nobody makes way
+        (2, 4, 0, 4, False),  # two are free and it needs six
+        (2, 5, 0, 5, False),  # one is free and five are needed
+        (2, 3, 3, 3, False),  # none is free and three leave
+        (2, 0, 6, 0, False),  # those that leave are enough
+        (1, 1, 1, 0, False),  # five are free and one leaves
+        (0, 0, 4, 0, True),  # of the four that are free, two are left over
+        (1, 0, 5, 0, True),  # of the two that are free one is
+        (4, 0, 0, 0, True),  # it has to wait for others: all four are lent
+    ],
+)
+def test_lent_slots_come_back_once_the_job_ahead_fits(own: int, lent: int, leaving: int, short: int, borrow: bool) -> None:
+    decisions = lending(Job("a", 6), Job("b", 1), own=own, lent=lent, leaving=leaving)
+    assert (decisions["a"].why is None, decisions["a"].short, decisions["b"].borrows) == (False, short, borrow)
+
+
+def test_as_few_make_way_as_are_needed() -> None:
+    loans = [Loan(name, "cpu", workers) for name, workers in (("a", 1), ("b", 2), ("c", 4))]
+    chosen = {short: "".join(loan.attempt_id for loan in to_reclaim(loans, short)) for short in range(8)}
+    assert chosen == {0: "", 1: "a", 2: "b", 3: "ab", 4: "c", 5: "bc", 6: "bc", 7: "abc"}
+
+
+@given(st.integers(2, 8), st.lists(st.integers(1, 3), min_size=1, max_size=8), st.integers(1, 3))
+def test_a_loan_delays_the_job_ahead_by_nothing_but_its_own_end(needs: int, own: list[int], rounds_to_end: int) -> None:
+    """In each round one attempt that keeps its slots ends. Those on loan take some rounds for their checkpoints."""
+    own = [workers for number, workers in enumerate(own) if sum(own[: number + 1]) <= 8]
+    queue = [Job("a", needs), *jobs_of("default", 40, "b")]
+    lent: list[Loan] = []
+    leaving: list[int] = []  # the rounds that each still takes
+    fits_since: int | None = None
+    for number in range(40):
+        if own:
+            own.pop()
+        leaving = [left - 1 for left in leaving if left > 1]
+        if fits_since is None and sum(own) + needs <= 8:
+            fits_since = number
+        decisions = lending(*queue, own=sum(own), lent=len(lent), leaving=len(leaving))
+        if decisions["a"].why is None:
+            assert fits_since is not None
+            assert number <= fits_since + rounds_to_end
+            return
+        borrowing = [job_id for job_id, each in decisions.items() if each.borrows]
+        ends = to_reclaim(lent, decisions["a"].short)
+        leaving += [rounds_to_end] * len(ends)
+        lent = [loan for loan in lent if loan not in ends] + [Loan(job_id, "cpu", 1) for job_id in borrowing]
+        queue = [job for job in queue if job.id not in borrowing]
+    raise AssertionError("the job ahead never started")

@@ -1,4 +1,4 @@
-"""Tenants share a pool: each has a head of the queue of its own, and its share and limits hold from submission to placement."""
+"""Tenants share a pool by turns and limits, and jobs borrow slots that the one ahead of them cannot use yet."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from octet.api_schemas import PoolConfig, QueuePlace
+from octet.api_schemas import DesiredState, PoolConfig, QueuePlace
 from octet.api_schemas.resources import TenantConfig
 from octet.service import store
 from octet.service.app import create_app
@@ -14,6 +14,7 @@ from octet.service.cluster.fake import FakeLauncher
 from octet.service.scheduling.places import QueuePlaces
 from octet.service.settings import Settings
 from tests.service.databases import ON_SQLITE
+from tests.service.test_pause import last_event, stop_at
 from tests.service.world import World
 
 KEYS = {tenant: f"the api key of {tenant} here" for tenant in ("one", "two")}
@@ -69,10 +70,7 @@ def test_a_limit_holds_until_slots_are_released(world: World) -> None:
     assert place_of(world, jobs[1]).why == "needs 2 slots; tenant 'one' has 2 of the 3 that it may take in pool 'cpu'"
     with world.database.read() as session:
         assert store.queue.use_by_tenant(session) == {"cpu": {"one": store.queue.Use(2, 1, world.clock.now())}}
-    rank = world.rank_of(jobs[0])
-    rank.begin()
-    rank.train(1, 2, 3, 4)
-    rank.succeed()
+    finish(world, jobs[0])
     world.dispatch()
     world.dispatch()
     assert states(world, jobs) == ["succeeded", "starting"]
@@ -99,3 +97,65 @@ def test_a_job_above_its_tenant_s_limit_is_refused_at_submission(
         comparison = {"job": document, "levels": ["fp32", "O1"], "seeds": 2}
         answer = client.post("/v1/comparisons", json=comparison, headers={"Authorization": f"Bearer {KEYS['one']}"})
         assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "job.resources.workers")
+
+
+def test_a_job_borrows_slots_and_makes_way_for_the_one_ahead(world: World) -> None:
+    running = world.submit(tenant="two", workers=3)
+    world.dispatch()
+    ahead, behind = world.submit(tenant="two", workers=4), world.submit(tenant="two", workers=1)
+    world.dispatch()
+    world.dispatch()
+    assert states(world, [running, ahead, behind]) == ["starting", "queued", "starting"]
+    assert "they are lent, until the job ahead of it can use them" in world.events(behind)[1].message
+    rank = world.rank_of(behind)
+    rank.begin()
+    assert rank.train(1).desired is DesiredState.RUN
+    finish(world, running)
+    world.dispatch()
+    assert rank.train(2).desired is DesiredState.YIELD
+    assert last_event(world, behind)[:2] == (
+        "job.yielding",
+        "asked to make way after a checkpoint: the job ahead of it can use the slots that it was lent",
+    )
+    stop_at(rank, 2)
+    world.dispatch()
+    world.dispatch()
+    assert states(world, [ahead, behind]) == ["starting", "queued"]
+    assert world.job(behind).num_failures == 0
+    finish(world, ahead)
+    world.dispatch()
+    world.dispatch()
+    assert states(world, [behind]) == ["starting"]
+    assert not world.attempts(behind)[-1].is_lent
+
+
+def test_a_loan_ends_once_nobody_waits_ahead(world: World) -> None:
+    world.submit(tenant="two", workers=3)
+    world.dispatch()
+    ahead, behind = world.submit(tenant="two", workers=4), world.submit(tenant="two", workers=1)
+    world.dispatch()
+    assert world.attempts(behind)[-1].is_lent
+    world.cancel(ahead)
+    world.dispatch()
+    assert not world.attempts(behind)[-1].is_lent
+    large = world.submit(tenant="two", workers=1, priority=90)
+    world.dispatch()
+    assert states(world, [large, behind]) == ["queued", "starting"]
+
+
+@ON_SQLITE
+def test_a_pool_may_lend_nothing(world: World) -> None:
+    pool = POOL.model_copy(update={"backfill": False})
+    world.context.settings = world.settings.model_copy(update={"pools": (pool,)})
+    world.submit(tenant="two", workers=3)
+    world.dispatch()
+    waiting = [world.submit(tenant="two", workers=4), world.submit(tenant="two", workers=1)]
+    world.dispatch()
+    assert states(world, waiting) == ["queued", "queued"]
+
+
+def finish(world: World, job_id: str) -> None:
+    rank = world.rank_of(job_id)
+    rank.begin()
+    rank.train(1, 2, 3, 4)
+    rank.succeed()

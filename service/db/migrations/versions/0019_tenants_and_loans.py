@@ -1,4 +1,4 @@
-"""Index the queue by tenant, and add the last starts of tenants."""
+"""Index the queue by tenant, and add the last starts of tenants and the slots that are lent."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -20,3 +20,4 @@ def upgrade() -> None:
         sa.Column("started_at", sa.DateTime(timezone=True), nullable=False),
         sa.PrimaryKeyConstraint("pool", "tenant", name="pk_last_starts"),
     )
+    op.add_column("attempts", sa.Column("is_lent", sa.Boolean(), nullable=False, server_default=sa.false()))
