@@ -88,6 +88,11 @@ class FailureReason(StrEnum):
     def hint(self) -> str:
         return _TRAITS[self][2]
 
+    @property
+    def calls_for_precision(self) -> bool:
+        """True for a failure that another level may not have."""
+        return self in {FailureReason.NON_FINITE_LOSS, FailureReason.DIVERGED}
+
 
 _TRAITS: dict[FailureReason, tuple[bool, Blame, str]] = {
     FailureReason.INVALID_CONFIG: (False, Blame.JOB, "Change the spec as the message says and submit it again."),

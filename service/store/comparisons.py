@@ -58,6 +58,11 @@ class ChildSummary(NamedTuple):
     finished_at: datetime | None
 
 
+def is_child(session: Session, job_id: str) -> bool:
+    """Return True for a job that a comparison has queued."""
+    return session.scalar(select(ComparisonChildRow.job_id).where(ComparisonChildRow.job_id == job_id)) is not None
+
+
 def children_of(session: Session, comparison_id: str) -> list[ChildSummary]:
     """List the children of a comparison: by seed, then by arm."""
     return [ChildSummary(*row) for row in session.execute(_CHILDREN, {"id": comparison_id})]
