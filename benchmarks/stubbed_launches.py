@@ -101,7 +101,7 @@ _PRODUCTS = {
     "addmm.out": _into,
     "_scaled_mm.out": _into,
 }
-"""What takes the place of torch's products. Compiled blocks call those that write into a tensor."""
+"""The replacements of torch's products, by name. Compiled blocks call those that write into a tensor."""
 
 
 @contextmanager
