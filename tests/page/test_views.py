@@ -351,6 +351,25 @@ def test_a_panel_that_fails_says_so_alone(page: "Page", site: Site) -> None:
     page.locator(".events li").nth(3).wait_for()
 
 
+def test_the_cluster_shows_the_alerts_that_fire(page: "Page", own_site: Callable[..., Site]) -> None:
+    site = own_site(runbooks_url="https://docs.example.com/octet/operations.html")
+    alerts = page.locator(".panel:has(h2:text-is('Alerts'))")
+    ready(page, f"{site.url}/cluster")
+    alerts.get_by_text("No alert fires.").wait_for()
+    job_id = submit(site.world, "lost")
+    train(site.world, begin(site.world, job_id), range(1, 6))
+    site.world.clock.turn(61)
+    ready(page, f"{site.url}/cluster")
+    seen = [row.split("\t") for row in alerts.locator("tbody tr").all_inner_texts()]
+    assert [row[:2] for row in seen] == [
+        ["critical", "No dispatcher leads: jobs are taken and none is started"],
+        ["warning", "Job lost has not reported for more than 30 s"],
+    ]
+    assert alerts.get_by_role("link", name="Job lost").get_attribute("href") == f"/jobs/{job_id}"
+    page_of_runbooks = site.world.settings.runbooks_url
+    assert alerts.get_by_role("link", name="runbook").first.get_attribute("href") == f"{page_of_runbooks}#octetnoleader"
+
+
 def test_a_narrow_window_shows_name_level_state_and_progress(page: "Page", site: Site) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     ready(page, f"{site.url}/?q=gpt-on-source-code")
