@@ -55,7 +55,7 @@ class UnsavedJob(NamedTuple):
 
 
 def saved_before(session: Session, before: datetime, tenant: str | None) -> list[UnsavedJob]:
-    """List live jobs whose last checkpoint, or without one whose start, is older than a moment; the oldest first."""
+    """List live jobs with their last checkpoint, or without one their start, before a moment; the oldest first."""
     newest = select(func.max(CheckpointRow.created_at)).where(CheckpointRow.job_id == JobRow.id).scalar_subquery()
     since = func.coalesce(newest, JobRow.started_at)
     query = (
