@@ -10,7 +10,7 @@ import pytest
 
 from octet.client.text import num_bytes, number
 from tests.kit.waiting import LONG_S
-from tests.page.conftest import Site, ready, until
+from tests.page.conftest import Site, drawn, label_of, ready, until
 from tests.page.stage import HOSTILE, begin, submit, train
 
 if TYPE_CHECKING:
@@ -189,8 +189,8 @@ def test_a_label_says_what_is_under_the_cursor(page: "Page", site: Site) -> None
     canvas.focus()
     for key, step in (("Home", 1), ("ArrowRight", 2), ("End", 200), ("ArrowLeft", 199)):
         page.keyboard.press(key)
-        expected = f"At step {step}: training {number(points[step - 1]['loss'])}"
-        until(page, f"document.querySelector('canvas').getAttribute('aria-label').includes({json.dumps(expected)})")
+        drawn(page)
+        assert f"At step {step}: training {number(points[step - 1]['loss'])}" in label_of(page)
 
 
 def test_zoom_axis_and_smoothing_live_in_the_address(page: "Page", site: Site) -> None:
@@ -216,7 +216,8 @@ def test_zoom_axis_and_smoothing_live_in_the_address(page: "Page", site: Site) -
     until(page, "!location.search.includes('zoom')")
     page.get_by_label("Horizontal axis").select_option("tokens")
     page.wait_for_url("**x=tokens*")
-    until(page, "document.querySelector('canvas').getAttribute('aria-label').includes('At tokens 819k')")
+    drawn(page)
+    assert "At tokens 819k" in label_of(page)
 
 
 def test_markup_in_logs_events_and_names_is_text(page: "Page", site: Site) -> None:
@@ -349,6 +350,29 @@ def test_a_panel_that_fails_says_so_alone(page: "Page", site: Site) -> None:
     page.locator(".panel:has(h2:text-is('Checkpoints')) [role=alert]", has_text="later").wait_for()
     assert fact(page, "Step") == "200"
     page.locator(".events li").nth(3).wait_for()
+
+
+def test_an_answer_that_breaks_off_changes_nothing(page: "Page", own_site: Callable[..., Site]) -> None:
+    """A server that is killed sends half an answer, with status 200. Errors of the page's console fail this test."""
+    site = own_site()
+    job_id = submit(site.world, "watched")
+    rank = begin(site.world, job_id)
+    train(site.world, rank, range(1, 6))
+    ready(page, f"{site.url}/jobs/{job_id}")
+    page.wait_for_selector("#connection[data-state=live]")
+    broken: list[str] = []
+
+    def break_off(route: Any) -> None:
+        broken.append(route.request.url)
+        route.fulfill(status=200, content_type="application/json", body='{"object": "job", "id":')
+
+    page.route(re.compile(rf"/v1/jobs/{job_id}$"), break_off)
+    site.world.pause(job_id)
+    page.locator("h1 .state", has_text="pausing").wait_for()
+    train(site.world, rank, range(6, 9))
+    page.locator(".facts strong", has_text=re.compile("^8$")).wait_for()
+    assert broken
+    assert page.locator("h1").inner_text().startswith("watched")
 
 
 def test_the_cluster_shows_the_alerts_that_fire(page: "Page", own_site: Callable[..., Site]) -> None:
