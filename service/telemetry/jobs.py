@@ -186,7 +186,7 @@ def _values(reported: Reported) -> Iterator[Value]:
     yield "octet_job_step", job.step, ()
     yield "octet_job_loss", job.loss, ()
     yield "octet_job_tokens_per_second", job.tokens_per_s, ()
-    yield "octet_job_remaining_seconds", job.remaining_s, ()
+    yield "octet_job_remaining_seconds", job.remaining_s if job.finished_at is None else None, ()
     yield "octet_job_attempts", job.num_attempts, ()
     yield "octet_job_failures", job.num_failures + job.num_platform_failures, ()
     yield "octet_job_started_timestamp_seconds", job.started_at.timestamp() if job.started_at else None, ()
