@@ -171,7 +171,8 @@ def _pool_reason(job: Queued, pool: PoolState | None, free: int, blocker: Queued
     if pool.slots_present is None:
         return f"the cluster has not yet said what pool {pool.name!r} has"
     if blocker is not None:
-        return f"{blocker.id} is ahead in pool {pool.name!r} and needs {blocker.worker_counts[-1]} slots; {free} are free"
+        slots = blocker.worker_counts[-1]
+        return f"behind a job that needs {slots} slots of pool {pool.name!r}; {free} are free. It is {blocker.id}"
     if most_of(job.worker_counts, free) is None:
         there = min(pool.slots, pool.slots_present)
         missing = "" if there == pool.slots else f" ({pool.slots - there} of {pool.slots} are away)"

@@ -193,6 +193,16 @@ def test_a_label_says_what_is_under_the_cursor(page: "Page", site: Site) -> None
         assert f"At step {step}: training {number(points[step - 1]['loss'])}" in label_of(page)
 
 
+def test_a_chart_without_points_invents_no_numbers(page: "Page", site: Site) -> None:
+    ready(page, site.job("queued-0"))
+    page.get_by_text("Counted from live tensors after the first step.").wait_for()
+    drawn(page)
+    inked = """[...document.querySelectorAll("canvas")].map((canvas) =>
+      canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value > 0))"""
+    assert page.evaluate(inked) == [False, False]
+    assert label_of(page) == "Loss: after the first step"
+
+
 def test_zoom_axis_and_smoothing_live_in_the_address(page: "Page", site: Site) -> None:
     ready(page, site.job("gpt-tiny-O2"))
     canvas = page.locator("canvas[data-chart=Loss]")
