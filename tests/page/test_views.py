@@ -417,3 +417,8 @@ def test_a_narrow_window_shows_name_level_state_and_progress(page: "Page", site:
     for path in ("/", f"/jobs/{site.jobs['diverged']}", f"/compare?jobs={site.jobs['running']}", "/submit", "/cluster"):
         ready(page, f"{site.url}{path}")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, path
+    # A table is scrolled sideways; its short cells do not wrap, and its sentences have more room than a word a line.
+    broken = """[...document.querySelectorAll("td")].filter((cell) => cell.getClientRects()[0].height > 4.5 * 19)
+      .map((cell) => cell.textContent)"""
+    assert page.locator("td", has_text="needs 4 slots").count() == 3
+    assert page.evaluate(broken) == []
