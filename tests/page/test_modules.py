@@ -2,8 +2,8 @@
 
 import json
 import random
-from datetime import datetime
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
