@@ -170,12 +170,16 @@ def _pool_reason(job: Queued, pool: PoolState | None, free: int, blocker: Queued
         return f"pool {job.pool!r} is not configured any more; ask the operator"
     if pool.slots_present is None:
         return f"the cluster has not yet said what pool {pool.name!r} has"
+    there = min(pool.slots, pool.slots_present)
     if blocker is not None:
-        slots = blocker.worker_counts[-1]
-        return f"behind a job that needs {slots} slots of pool {pool.name!r}; {free} are free. It is {blocker.id}"
+        return f"behind a job that needs {_slots_of(blocker, pool)}; {free} of {there} are free. It is {blocker.id}"
     if most_of(job.worker_counts, free) is None:
-        there = min(pool.slots, pool.slots_present)
         missing = "" if there == pool.slots else f" ({pool.slots - there} of {pool.slots} are away)"
-        fewest = job.worker_counts[-1]
-        return f"needs {fewest} slots of pool {pool.name!r}; {free} of {there} are free{missing}"
+        return f"needs {_slots_of(job, pool)}; {free} of {there} are free{missing}"
     return None
+
+
+def _slots_of(job: Queued, pool: PoolState) -> str:
+    """Write the fewest slots with which a job starts."""
+    fewest = job.worker_counts[-1]
+    return f"{fewest} slot{'s' if fewest > 1 else ''} of pool {pool.name!r}"

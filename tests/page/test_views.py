@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from octet.client.text import num_bytes, number
+from octet.service.store import queue
 from tests.kit.waiting import LONG_S
 from tests.page.conftest import Site, drawn, label_of, ready, until
 from tests.page.stage import HOSTILE, begin, submit, train
@@ -383,6 +384,17 @@ def test_an_answer_that_breaks_off_changes_nothing(page: "Page", own_site: Calla
     page.locator(".facts strong", has_text=re.compile("^8$")).wait_for()
     assert broken
     assert page.locator("h1").inner_text().startswith("watched")
+
+
+def test_the_cluster_names_the_loops_that_run_and_those_that_do_not(page: "Page", own_site: Callable[..., Site]) -> None:
+    site = own_site()
+    now = site.world.clock.now()
+    with site.world.database.write() as session:
+        queue.note_loops(session, "here", "token", {"place": 300, "watch": 300, "launch": -60}, now)
+    ready(page, f"{site.url}/cluster")
+    service = page.locator(".panel:has(h2:text-is('Service'))")
+    service.get_by_text("Loops of the dispatcher that make no progress: launch.").wait_for()
+    service.get_by_text("Loops of the dispatcher that run: place, watch.").wait_for()
 
 
 def test_the_cluster_shows_the_alerts_that_fire(page: "Page", own_site: Callable[..., Site]) -> None:

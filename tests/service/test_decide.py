@@ -55,13 +55,13 @@ def test_an_elastic_job_takes_the_most_that_is_free_and_waits_for_the_least() ->
         assert (decisions["b"].why is None) == (4 - used > workers)
     decisions = decided(elastic, Job("b"), used=3)
     assert decisions["a"].why == "needs 2 slots of pool 'cpu'; 1 of 4 are free"
-    assert decisions["b"].why == "behind a job that needs 2 slots of pool 'cpu'; 1 are free. It is a"
+    assert decisions["b"].why == "behind a job that needs 2 slots of pool 'cpu'; 1 of 4 are free. It is a"
 
 
 def test_a_large_job_is_not_overtaken() -> None:
     decisions = decided(Job("a", workers=4), Job("b"), used=1)
     assert started(decisions) == []
-    assert decisions["b"].why == "behind a job that needs 4 slots of pool 'cpu'; 3 are free. It is a"
+    assert decisions["b"].why == "behind a job that needs 4 slots of pool 'cpu'; 3 of 4 are free. It is a"
 
 
 def test_pools_do_not_hold_each_other_back() -> None:

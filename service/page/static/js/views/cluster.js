@@ -49,13 +49,18 @@ async function healthOf(signal) {
   if (ready?.status === 0 || signal.aborted) throw ready;
   /** @type {{data: import("octet-types").Loop[]}} */
   const { data } = await ask("/v1/loops", { signal });
-  const loops = data.map((loop) => [loop.name, loop.is_stalled ? "makes no progress" : "runs"]);
+  const names = (/** @type {boolean} */ is_stalled) =>
+    data
+      .filter((loop) => loop.is_stalled === is_stalled)
+      .map((loop) => loop.name)
+      .join(", ");
   const words = ready
     ? problem(ready)
     : h("p", { class: "good" }, "✓ Ready: the database answers, a dispatcher leads, its loops make progress.");
   return [
     words,
-    data.length ? grid("Loops of the dispatcher", ["Loop", "It"], loops, 1) : "",
+    names(true) && h("p", { class: "bad" }, `Loops of the dispatcher that make no progress: ${names(true)}.`),
+    names(false) && h("p", { class: "muted" }, `Loops of the dispatcher that run: ${names(false)}.`),
     h(
       "p",
       { class: "muted" },
