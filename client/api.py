@@ -26,6 +26,7 @@ import httpx
 from pydantic import ValidationError
 
 from octet.api_schemas import (
+    Alert,
     Attempt,
     Checkpoint,
     CheckpointFile,
@@ -369,6 +370,10 @@ class Client:
     def pools(self) -> Iterator[Pool]:
         """Iterate over the pools, with their slots and queues."""
         return self._items("/v1/pools", Page[Pool])
+
+    def alerts(self) -> list[Alert]:
+        """Return the alerts that fire, critical ones first, at most a hundred."""
+        return list(read(Page[Alert], self._connection.request("GET", "/v1/alerts", patience_s=self._patience_s)).data)
 
     def create_key(self, wanted: KeySpec) -> NewApiKey:
         """Make an API key. Its secret is in this answer alone, so a lost answer is not asked for again: list, and revoke."""

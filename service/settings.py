@@ -21,6 +21,8 @@ from octet.api_schemas.data.stores import DEFAULT_CACHE_BYTES, StoreAccess
 from octet.api_schemas.keys import DEFAULT_TENANT, TENANT
 
 SHORTEST_API_KEY = 16
+RUNBOOKS = "docs/operations.md"
+"""The document in the repository that has a section for each alert."""
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -40,6 +42,8 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65_535)
     report_url: str = Field(default="", description="base URL of this service as the workers reach it")
+
+    runbooks_url: str = Field(default=RUNBOOKS, description="http(s)://… where people read that document; alerts link to it")
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     api_keys_file: Path | None = Field(default=None, description="a line for each: KEY, or TENANT:KEY; # starts a comment")
@@ -124,6 +128,11 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"host {self.host!r} can be reached from other machines; set OCTET_DATA_ROOTS (octet serve --data-root) "
                 "to the folders jobs may read"
+            )
+        if self.runbooks_url != RUNBOOKS and not re.fullmatch(r"https?://[^#\s]+", self.runbooks_url):
+            raise ValueError(
+                f"runbooks_url is {self.runbooks_url!r}; allowed: http(s)://…, without a fragment. Set OCTET_RUNBOOKS_URL to "
+                "the address at which docs/operations.md can be read, or leave it out"
             )
         if self.report_url:
             AnyHttpUrl(self.report_url)

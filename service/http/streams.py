@@ -35,7 +35,8 @@ from octet.service.store.jobs import Head
 
 EVENT_STREAM = "text/event-stream"
 POLL_S = 0.1
-LIST_POLL_S = 1.0
+LIST_POLL_S = 0.8
+"""With the second between two redraws of a page, what is shown is at most two seconds old."""
 KEEP_ALIVE_S = 15.0
 _AT_ONCE = 500
 _READ_AT_ONCE = 25

@@ -241,7 +241,9 @@ class _Tenant:
         fewest = job.worker_counts[-1]
         if fewest > self.slots_left:
             taken = f"{self._slots} of the {self._config.slots}"
-            return f"needs {fewest} slots; tenant {self._name!r} has {taken} that it may take {of_pool}"
+            return (
+                f"needs {fewest} slot{'s' if fewest > 1 else ''}; tenant {self._name!r} has {taken} that it may take {of_pool}"
+            )
         return None
 
 
@@ -300,14 +302,19 @@ def _pool_reason(job: Queued, pool: PoolState | None, free: int, ahead: _Ahead |
         return f"pool {job.pool!r} is not configured any more; ask the operator"
     if pool.slots_present is None:
         return f"the cluster has not yet said what pool {pool.name!r} has"
+    there = min(pool.slots, pool.slots_present)
     if ahead is not None:
         if most_of(job.worker_counts, ahead.spare(free)) is not None:
             return None
-        name = ahead.job.id if ahead.job.tenant == job.tenant else "a job of another tenant"
-        return f"{name} is ahead in pool {pool.name!r} and needs {ahead.fewest} slots; {free} are free"
+        name = ahead.job.id if ahead.job.tenant == job.tenant else "of another tenant"
+        return f"behind a job that needs {_slots_of(ahead.job, pool)}; {free} of {there} are free. It is {name}"
     if most_of(job.worker_counts, free) is None:
-        there = min(pool.slots, pool.slots_present)
         missing = "" if there == pool.slots else f" ({pool.slots - there} of {pool.slots} are away)"
-        fewest = job.worker_counts[-1]
-        return f"needs {fewest} slots of pool {pool.name!r}; {free} of {there} are free{missing}"
+        return f"needs {_slots_of(job, pool)}; {free} of {there} are free{missing}"
     return None
+
+
+def _slots_of(job: Queued, pool: PoolState) -> str:
+    """Write the fewest slots with which a job starts."""
+    fewest = job.worker_counts[-1]
+    return f"{fewest} slot{'s' if fewest > 1 else ''} of pool {pool.name!r}"

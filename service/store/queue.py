@@ -425,9 +425,15 @@ def end_lease_of(session: Session, name: str, holder: str, now: datetime) -> Non
     session.execute(update(LeaseRow).where(*held).values(expires_at=now))
 
 
-def lease_is_held(session: Session, name: str, now: datetime) -> bool:
+def lease_until(session: Session, name: str) -> datetime | None:
+    """Return the end of a lease, which may be over; None if nobody ever held it."""
     lease = session.get(LeaseRow, name)
-    return lease is not None and lease.expires_at > now
+    return lease.expires_at if lease is not None else None
+
+
+def lease_is_held(session: Session, name: str, now: datetime) -> bool:
+    until = lease_until(session, name)
+    return until is not None and until > now
 
 
 def note_loops(session: Session, holder: str, token: str, seconds_left: Mapping[str, float], now: datetime) -> None:
@@ -448,9 +454,14 @@ def forget_loops(session: Session) -> None:
     session.connection().execute(_FORGET_LOOPS)
 
 
+def loops_until(session: Session) -> dict[str, datetime]:
+    """Return the moment by which each loop of the leader has to make progress; it is over for a loop that stalls."""
+    return {row.name.removeprefix(_LOOP): row.expires_at for row in session.scalars(_LOOPS)}
+
+
 def loops_stalled(session: Session, now: datetime) -> dict[str, bool]:
     """The loops of the leader; true for a loop that has made no progress for too long."""
-    return {row.name.removeprefix(_LOOP): row.expires_at <= now for row in session.scalars(_LOOPS)}
+    return {name: until <= now for name, until in loops_until(session).items()}
 
 
 _LEASE = select(LeaseRow).where(LeaseRow.name == bindparam("name")).execution_options(populate_existing=True)

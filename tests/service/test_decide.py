@@ -72,13 +72,13 @@ def test_an_elastic_job_takes_the_most_that_is_free_and_waits_for_the_least() ->
         assert (decisions["b"].why is None) == (4 - used > workers)
     decisions = decided(elastic, Job("b"), used=3)
     assert decisions["a"].why == "needs 2 slots of pool 'cpu'; 1 of 4 are free"
-    assert decisions["b"].why == "a is ahead in pool 'cpu' and needs 2 slots; 1 are free"
+    assert decisions["b"].why == "behind a job that needs 2 slots of pool 'cpu'; 1 of 4 are free. It is a"
 
 
 def test_a_large_job_is_not_overtaken() -> None:
     decisions = decided(Job("a", workers=4), Job("b"), used=1)
     assert started(decisions) == []
-    assert decisions["b"].why == "a is ahead in pool 'cpu' and needs 4 slots; 3 are free"
+    assert decisions["b"].why == "behind a job that needs 4 slots of pool 'cpu'; 3 of 4 are free. It is a"
 
 
 def test_pools_do_not_hold_each_other_back() -> None:
@@ -183,8 +183,8 @@ def test_an_elastic_job_takes_no_more_than_its_tenant_may() -> None:
 def test_a_tenant_is_not_told_whose_job_is_ahead() -> None:
     jobs = [Job("a", 8, tenant=ONE), Job("b", 1, tenant=TWO), Job("c", 1, tenant=ONE)]
     decisions = shared(*jobs, used={"three": Use(4, 1), TWO: Use(1, 1)})
-    assert decisions["b"].why == "a job of another tenant is ahead in pool 'cpu' and needs 8 slots; 3 are free"
-    assert decisions["c"].why == "a is ahead in pool 'cpu' and needs 8 slots; 3 are free"
+    assert decisions["b"].why == "behind a job that needs 8 slots of pool 'cpu'; 3 of 8 are free. It is of another tenant"
+    assert decisions["c"].why == "behind a job that needs 8 slots of pool 'cpu'; 3 of 8 are free. It is a"
 
 
 TENANTS = (ONE, TWO, "three")
@@ -286,7 +286,7 @@ def test_slots_that_the_job_ahead_cannot_use_yet_are_lent() -> None:
     decisions = lending(large, *small, own=5)
     assert {each.job_id: each.borrows for each in decisions.values() if each.why is None} == {"b": True, "d": True}
     assert (decisions["a"].holds_back, decisions["a"].short) == (True, 0)
-    assert decisions["c"].why == "a is ahead in pool 'cpu' and needs 8 slots; 1 are free"
+    assert decisions["c"].why == "behind a job that needs 8 slots of pool 'cpu'; 1 of 8 are free. It is a"
     assert not lending(*small, own=5)["b"].borrows
 
 

@@ -96,6 +96,7 @@ def test_doctor_looks_at_everything(octet: Callable[..., Result], app: OctetApp)
     assert found["pool cpu"].found.startswith("cpu, ")
     # Nobody leads in this application, so it takes jobs and runs none.
     assert found["server"].standing == "bad"
+    assert (found["alert"].standing, found["alert"].hint) == ("bad", "See docs/operations.md#octetnoleader")
     shown = octet("doctor")
     assert shown.exit_code == 1
     (line,) = [line.split() for line in shown.stdout.splitlines() if "is not ready" in line]
