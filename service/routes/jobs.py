@@ -59,7 +59,7 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
 
 async def _store_checked(request: Request, context: AppContext) -> Stored:
     try:
-        await context.admission.check(request.spec)
+        await context.admission.check(request.spec, request.tenant)
     except ServiceError:
         # What was accepted is the same job again, whatever has become of its files.
         if request.idempotency_key is None or not await run_sync(requests.is_replay, context.database, request):
@@ -71,7 +71,7 @@ async def _store_checked(request: Request, context: AppContext) -> Stored:
 async def validate(http_request: HttpRequest, context: AppContextDep) -> ValidatedJob:
     """Check a job as a submission does, without submitting it. The answer says what it would run as, and hold."""
     spec = await read_json(http_request, JobSpec)
-    await context.admission.check(spec)
+    await context.admission.check(spec, principal_of(http_request).tenant)
     return await run_sync(validated, spec)
 
 
