@@ -28,6 +28,7 @@ from octet.service.http.problems import answers, install
 from octet.service.http.streams import Streams
 from octet.service.ingest.app import Ingest, route_to
 from octet.service.jobs.admission import Admission
+from octet.service.jobs.check_processes import CheckProcesses
 from octet.service.jobs.planning import Planning
 from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.rows import RowTotals, Sparklines
@@ -63,27 +64,33 @@ def create_app(
     wake: Callable[[], None] = lambda: None,
     loops: LoopHealth | None = None,
     planning: Planning | None = None,
+    checks: CheckProcesses | None = None,
 ) -> FastAPI:
-    """Build the API over a database. A dispatcher in this process has `wake`, counts `loops` and lends its `planning`."""
+    """Build the API over a database. A dispatcher in this process has `wake`, counts `loops` and lends its `planning`.
+
+    checks: processes that the app shares with others, and does not end.
+    """
 
     telemetry = Telemetry(settings, database)
     streams = Streams(database, 3 * settings.max_connections // 4, 3 * settings.max_connections_per_address // 4)
     if loops is not None:
         telemetry.registry.register(loops)
     plans_of_app = planning or Planning(settings)
+    checks_of_app = checks or CheckProcesses()
     telemetry.registry.register(plans_of_app)
     database.observe = telemetry.process.observe_transaction
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         database.migrate()
+        if checks is None:
+            await run_sync(checks_of_app.start)
         async with telemetry.process.watching_the_loop():
             yield
         await streams.close()
-        await run_sync(authentication.drain)
-        await run_sync(kept_audit.drain)
-        if planning is None:
-            await run_sync(plans_of_app.close)
+        own = [part.close for part, given in ((plans_of_app, planning), (checks_of_app, checks)) if given is None]
+        for end in (authentication.drain, kept_audit.drain, *own):
+            await run_sync(end)
 
     app = _empty_app(lifespan)
 
@@ -95,7 +102,7 @@ def create_app(
     kept_audit = Audit(database, telemetry.registry)
     places = QueuePlaces(database, settings)
     submissions = Submissions(database, show)
-    parts = (Admission(settings), submissions, places, Sparklines(), RowTotals(), plans_of_app, authentication)
+    parts = (Admission(settings, checks_of_app), submissions, places, Sparklines(), RowTotals(), plans_of_app, authentication)
     context = AppContext(settings, database, wake, *parts)
     app.state.context = context
     app.state.telemetry = telemetry

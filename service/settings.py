@@ -178,7 +178,7 @@ class Settings(BaseSettings):
     def readable_files(self) -> Files:
         """The files that a submission may look at, within the limits of a check."""
         roots = tuple(map(str, self.readable_roots))
-        return Files(roots, max_entries=self.data_check_max_entries, timeout_s=self.data_check_timeout_s)
+        return Files(roots, self.data_check_max_entries, self.data_check_timeout_s, self.store_access)
 
     @property
     def store_access(self) -> StoreAccess:

@@ -27,7 +27,6 @@ from octet.service.http.bodies import body_of, read_json
 from octet.service.http.pages import as_json, compressed_json, page_of
 from octet.service.http.problems import answers
 from octet.service.jobs import comparisons
-from octet.service.jobs.admission import check_limits
 from octet.service.store.ids import is_id
 
 router = APIRouter(prefix="/v1/comparisons", tags=["comparisons"])
@@ -97,8 +96,7 @@ async def _check_children(context: AppContext, spec: ComparisonSpec, tenant: str
             )
             raise InvalidRequest.of((Violation(field="vary", got=got, allowed="each job once", message=message),))
         try:
-            check_limits(child, tenant, context.settings)
-            await context.admission.check(child)
+            await context.admission.check(child, tenant)
         except InvalidRequest as error:
             raise type(error).of(tuple(_moved(each, spec.arms[arm].name) for each in error.errors)) from error
 

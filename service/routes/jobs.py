@@ -29,7 +29,6 @@ from octet.service.http.bodies import PATCH_OF_SPEC, body_of, read_json, read_pa
 from octet.service.http.pages import page_as_json
 from octet.service.http.problems import answers
 from octet.service.jobs import commands, requests
-from octet.service.jobs.admission import check_limits
 from octet.service.jobs.requests import Request
 from octet.service.jobs.specs import changed
 from octet.service.jobs.submissions import Stored
@@ -61,8 +60,7 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
 
 async def _store_checked(request: Request, context: AppContext) -> Stored:
     try:
-        check_limits(request.spec, request.tenant, context.settings)
-        await context.admission.check(request.spec)
+        await context.admission.check(request.spec, request.tenant)
     except ServiceError:
         # What was accepted is the same job again, whatever has become of its files.
         if request.idempotency_key is None or not await run_sync(requests.is_replay, context.database, request):
@@ -74,8 +72,7 @@ async def _store_checked(request: Request, context: AppContext) -> Stored:
 async def validate(http_request: HttpRequest, context: AppContextDep, principal: PrincipalDep) -> ValidatedJob:
     """Check a job as a submission does, without submitting it. The answer says what it would run as, and hold."""
     spec = await read_json(http_request, JobSpec)
-    check_limits(spec, principal.tenant, context.settings)
-    await context.admission.check(spec)
+    await context.admission.check(spec, principal.tenant)
     return await run_sync(validated, spec)
 
 
