@@ -62,14 +62,15 @@ class Watch:
         """Return the moment since which a condition must have lasted to fire."""
         return self.now - RULES[name].lasted - timedelta(seconds=threshold_s)
 
-    def alert(self, name: AlertName, summary: str, *, since: datetime | None = None, **about: str) -> Alert:
-        """Build an alert. about: its job, pool or loop."""
+    def alert(self, name: AlertName, summary: str, *, since: datetime | None = None, loop: str | None = None) -> Alert:
+        """Build an alert about the service, or one of its loops."""
         severity, runbook = RULES[name].severity, f"{self.runbooks}#{name.lower()}"
-        return Alert(name=name, severity=severity, since=since, summary=summary, runbook=runbook, **about)
+        return Alert(name=name, severity=severity, since=since, loop=loop, summary=summary, runbook=runbook)
 
     def about(self, name: AlertName, job: LateJob, summary: str) -> Alert:
         """Build an alert about a job."""
-        return self.alert(name, summary, since=job.since, job_id=job.id, job_name=job.name, pool=job.pool)
+        named = {"job_id": job.id, "job_name": job.name, "pool": job.pool}
+        return self.alert(name, summary, since=job.since).model_copy(update=named)
 
 
 def checkpoint_interval_s(training: Mapping[str, Any], step_time_s: float) -> float | None:

@@ -44,7 +44,7 @@ def silent_since(session: Session, before: datetime, tenant: str | None, limit: 
         .order_by(AttemptRow.last_report_at)
         .limit(limit)
     )
-    return [LateJob(*row) for row in session.execute(query)]
+    return [LateJob(id_, name, pool, at) for id_, name, pool, at in session.execute(query) if at is not None]
 
 
 class UnsavedJob(NamedTuple):

@@ -298,6 +298,19 @@ def test_a_form_and_its_job_file_are_one(page: "Page", own_site: Callable[..., S
     page.locator(".result", has_text="line 2").wait_for()
 
 
+def test_no_bar_is_drawn_of_bytes_that_are_not_known(page: "Page", own_site: Callable[..., Site]) -> None:
+    """The catalog has the bytes of presets. An empty bar beside the others would say that a level holds nothing."""
+    site = own_site()
+    ready(page, f"{site.url}/submit")
+    rows = page.locator(".choice-row")
+    rows.nth(1).wait_for()
+    assert page.locator(".choice-row .bar").count() == rows.count() - 1, "auto has none"
+    page.get_by_text("Pool cpu states no memory of its devices. This server traces no peaks").wait_for()
+    sizes = "{hidden_size: 64, num_layers: 2, num_heads: 4, vocab_size: 256}"
+    page.locator("#yaml").fill(page.locator("#yaml").input_value().replace("{preset: gpt-tiny}", sizes))
+    until(page, "document.querySelectorAll('.choice-row .bar').length === 0")
+
+
 def test_a_double_click_makes_one_job(page: "Page", own_site: Callable[..., Site]) -> None:
     site = own_site()
     ready(page, f"{site.url}/submit")
