@@ -203,7 +203,7 @@ def test_a_pool_shows_how_its_plans_held_and_a_job_that_makes_way_says_so(page: 
     with world.database.write() as session:
         row = lock_job(session, job_id)
         assert row is not None
-        attempts.make_way(session, row, world.database.now(session))
+        attempts.make_way(session, row, world.database.now(session), "the server stops")
     page.locator(".notice", has_text="It makes way, because the server stops").wait_for()
 
 
