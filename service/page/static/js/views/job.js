@@ -149,7 +149,7 @@ function reasons(job) {
     return [`${job.reason?.replaceAll("_", " ")}: ${job.message ?? ""}`, job.message?.includes(hint) ? "" : hint];
   }
   if (job.desired_state === "yield" && !isOver(job.state))
-    return ["It makes way, because the server stops.", "It saves a checkpoint, waits in the queue, and goes on from there."];
+    return ["It makes way: its last event says why.", "It saves a checkpoint, waits in the queue, and goes on from there."];
   if (job.state === "starting") return [`Attempt ${job.num_attempts} starts.`, "The bar below shows how far it is."];
   if (job.state === "pausing" || job.state === "cancelling") {
     const saves = job.desired_state === "cancel_now" ? "and saves nothing more" : "after a checkpoint";
