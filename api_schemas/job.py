@@ -157,6 +157,12 @@ class LevelChange(Contract):
     level: LevelName
 
 
+class LimitChange(Contract):
+    """A new limit of what a job may take."""
+
+    max_slot_hours: float | None = Field(gt=0, le=1e9, description="null: no limit")
+
+
 class JobChange(Contract):
     """A change of a job that is stored, as a JSON merge patch: what is left out stays as it is."""
 
@@ -168,6 +174,8 @@ class JobChange(Contract):
         default=None,
         description="go on at another level, with all values kept; a job that runs saves a checkpoint and starts again",
     )
+
+    resources: LimitChange | None = Field(default=None, description="the limit of a job, also of one that has reached it")
 
     @field_validator("precision", mode="before")
     @classmethod

@@ -30,6 +30,13 @@ class ResourceSpec(Contract):
         "null: always as many as workers",
     )
 
+    max_slot_hours: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e9,
+        description="hours of slots that all its attempts may take together; then it saves a checkpoint and is cancelled",
+    )
+
     force: bool = Field(default=False, description="start the job even if its plan says that it cannot fit the pool's devices")
 
     @model_validator(mode="before")

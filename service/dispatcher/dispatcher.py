@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from octet.service.cluster.launcher import Launcher
 from octet.service.db.engine import Database
-from octet.service.dispatcher import compare, drain, grow, launch, orphans, place, plan, reclaim, release, watch
+from octet.service.dispatcher import compare, drain, grow, launch, limit, orphans, place, plan, reclaim, release, watch
 from octet.service.dispatcher.context import LEADER_LEASE_S, DispatcherContext, NotLeading, holder_of
 from octet.service.dispatcher.loop import Loop
 from octet.service.jobs.planning import Planning
@@ -23,6 +23,7 @@ _JOB_STEPS: dict[str, tuple[Callable[[DispatcherContext], None], float]] = {
     "watch": (watch.step, 1.0),
     "release": (release.step, 0.5),
     "grow": (grow.step, 1.0),
+    "limit": (limit.step, 5.0),
     "compare": (compare.step, 1.0),
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from octet.api_schemas import AttemptState, DesiredState, ExportSpec, JobChange, JobSpec, JobState, Violation
+from octet.api_schemas import AttemptState, DesiredState, ExportSpec, JobChange, JobSpec, JobState, JsonScalar, Violation
 from octet.api_schemas.keys import DEFAULT_TENANT
 from octet.service import store
 from octet.service.db.bulk import Transaction
@@ -20,6 +20,7 @@ from octet.service.jobs.requests import Request, Submission, earlier, take_keys
 from octet.service.jobs.specs import patch_spec, put_level
 from octet.service.store.ids import new_ids
 from octet.service.store.jobs import NewJob
+from octet.service.store.queue import Limited
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,9 @@ def resume(session: Session, job_id: str, now: datetime, tenant: str | None = No
     """
     job = _lock(session, job_id, tenant)
     if job.desired not in {DesiredState.RUN, DesiredState.YIELD} or job.state.is_terminal:
-        job.state, job.desired = next_job_state(job.state, JobEvent.RESUME), DesiredState.RUN
+        state = next_job_state(job.state, JobEvent.RESUME)
+        _check_limit(session, job, now)
+        job.state, job.desired = state, DesiredState.RUN
         job.stop_requested_at, job.queued_at = None, now
         store.jobs.add_event(session, job, now, "job.queued", "resumed; it goes on from its newest checkpoint")
     return job
@@ -118,6 +121,25 @@ def cancel(session: Session, job_id: str, now: datetime, tenant: str | None = No
     return job
 
 
+def reach_limit(session: Session, job: JobRow, limited: Limited, now: datetime) -> None:
+    """Cancel a job that has taken all the slot hours that it may. Its ranks save a checkpoint first."""
+    if job.desired is not DesiredState.RUN:
+        return
+    job.message = f"it has taken {limited.slot_hours:.3g} of {limited.max_slot_hours:.3g} slot hours, its limit"
+    data: dict[str, JsonScalar] = {"slot_hours": limited.slot_hours, "max_slot_hours": limited.max_slot_hours}
+    store.jobs.add_event(session, job, now, "job.limit_reached", job.message, data=data)
+    _stop(session, job, DesiredState.CANCEL, now)
+
+
+def _check_limit(session: Session, job: JobRow, now: datetime) -> None:
+    """Refuse to go on with a job that has taken all the slot hours that it may."""
+    most = job.spec["resources"].get("max_slot_hours")
+    if most is not None and (used := store.queue.slot_hours(session, job.id, now)) >= most:
+        raise IllegalTransition(
+            f"the job has taken {used:.3g} of {most:.3g} slot hours. Change resources.max_slot_hours first, or set it to null."
+        )
+
+
 def retry(session: Session, job_id: str, now: datetime, tenant: str | None = None, steps: int | None = None) -> JobRow:
     """Put a job that failed or was cancelled back into the queue. It goes on from its newest checkpoint.
 
@@ -131,6 +153,7 @@ def retry(session: Session, job_id: str, now: datetime, tenant: str | None = Non
     if is_live and steps in (None, job.spec["training"]["steps"]):
         return job
     next_job_state(job.state, event)
+    _check_limit(session, job, now)
     if steps is not None:
         if job.num_steps is not None and steps <= job.num_steps:
             message = "Give more steps; to train fewer, clone the job."
@@ -158,6 +181,7 @@ def export(session: Session, job_id: str, wanted: ExportSpec, now: datetime, ten
     newest = next(iter(store.records.newest_checkpoints(session, job.id, 1)), None)
     if newest is None or newest.step != job.num_steps:
         raise IllegalTransition("the job has no checkpoint of its last step, which an export is made of. Clone it with export.")
+    _check_limit(session, job, now)
     patch_spec(job, {"export": wanted.model_dump(mode="json")})
     attempts.revive(session, job, JobEvent.EXPORT, now)
     return job
@@ -183,6 +207,9 @@ def change(session: Session, job_id: str, wanted: JobChange, now: datetime, tena
     if labels:
         patch["labels"] = labels
         words += [f"label {key} is {'gone' if value is None else repr(value)}" for key, value in labels.items()]
+    if wanted.resources is not None and (most := wanted.resources.max_slot_hours) != spec.resources.max_slot_hours:
+        patch["resources"] = {"max_slot_hours": most}
+        words.append(f"limit is {'none' if most is None else f'{most:g} slot hours'}")
     if wanted.precision is not None and wanted.precision.level != job.level:
         words.append(_change_level(session, job, wanted.precision.level, now))
     if patch:

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from octet.api_schemas import JobState
 from octet.api_schemas.comparison import ComparisonState, OutcomeKind
 from octet.service.db.tables import AttemptRow, ComparisonChildRow, ComparisonRow, JobRow
+from octet.service.store.queue import hours_of_slots
 
 _OVER = [state for state in JobState if state.is_terminal]
 
@@ -102,10 +103,7 @@ def to_advance(session: Session, now: datetime) -> list[str]:
 
 def slot_hours(session: Session, comparison_id: str, now: datetime) -> float:
     """Add up the hours for which the attempts of a comparison's children have had slots, for each slot."""
-    rows = session.execute(_ATTEMPTS, {"id": comparison_id})
-    return (
-        sum(workers * ((finished_at or now) - created_at).total_seconds() for workers, created_at, finished_at in rows) / 3600
-    )
+    return hours_of_slots(session.execute(_ATTEMPTS, {"id": comparison_id}), now)
 
 
 def _number(spec: Any, name: str) -> float | None:

@@ -310,6 +310,29 @@ def shrunk_attempts(session: Session) -> list[ShrunkAttempt]:
     ]
 
 
+class Limited(NamedTuple):
+    """A live job that may take no more than some hours of slots, and the hours that it has taken."""
+
+    job_id: str
+    max_slot_hours: float
+    slot_hours: float
+
+
+def limited_jobs(session: Session, now: datetime) -> list[Limited]:
+    """List the jobs with a limit that have a live attempt, and that nobody has asked to stop."""
+    return [Limited(job_id, most, slot_hours(session, job_id, now)) for job_id, most in session.execute(_LIMITED)]
+
+
+def slot_hours(session: Session, job_id: str, now: datetime) -> float:
+    """Add up the hours for which a job's attempts have had slots, for each slot."""
+    return hours_of_slots(session.execute(_ATTEMPTS_OF_JOB, {"job_id": job_id}), now)
+
+
+def hours_of_slots(attempts: Iterable[tuple[int, datetime, datetime | None]], now: datetime) -> float:
+    """Add up the hours of attempts, each for its slots. attempts: slots, begin, and end or None."""
+    return sum(slots * ((end or now) - begin).total_seconds() for slots, begin, end in attempts) / 3600
+
+
 def attempts_to_judge(session: Session, attempt_ids: Sequence[str]) -> list[tuple[AttemptRow, JobRow]]:
     """Find attempts and their jobs. Of the jobs only what is asked of them and since when is read."""
     return [(attempt, job) for attempt, job in session.execute(_TO_JUDGE, {"ids": attempt_ids})]
@@ -350,6 +373,16 @@ _TO_JUDGE = (
     .where(AttemptRow.id.in_(bindparam("ids", expanding=True)))
     .options(load_only(JobRow.desired, JobRow.stop_requested_at, raiseload=True))
     .order_by(AttemptRow.id)
+)
+_MAX_SLOT_HOURS = JobRow.spec["resources"]["max_slot_hours"].as_float()
+_LIMITED = (
+    select(JobRow.id, _MAX_SLOT_HOURS)
+    .join(AttemptRow, AttemptRow.job_id == JobRow.id)
+    .where(AttemptRow.state.in_(_LIVE), JobRow.desired == DesiredState.RUN, _MAX_SLOT_HOURS.is_not(None))
+    .order_by(JobRow.id)
+)
+_ATTEMPTS_OF_JOB = select(AttemptRow.workers, AttemptRow.created_at, AttemptRow.finished_at).where(
+    AttemptRow.job_id == bindparam("job_id")
 )
 _NEWEST = select(func.max(CheckpointRow.created_at)).where(CheckpointRow.attempt_id == AttemptRow.id).scalar_subquery()
 _SHRUNK = (

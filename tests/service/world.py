@@ -25,7 +25,7 @@ from octet.service import store
 from octet.service.cluster.fake import FakeLauncher
 from octet.service.db.engine import Database
 from octet.service.db.tables import AttemptRow, EventRow
-from octet.service.dispatcher import compare, drain, grow, launch, orphans, place, plan, reclaim, release, watch
+from octet.service.dispatcher import compare, drain, grow, launch, limit, orphans, place, plan, reclaim, release, watch
 from octet.service.dispatcher import context as dispatcher_context
 from octet.service.dispatcher.context import DispatcherContext, JobPlanner
 from octet.service.ingest.apply import Applied, apply_all
@@ -139,7 +139,7 @@ class World:
     def dispatch(self, look: Callable[[], object] = lambda: None) -> None:
         """Run every loop of jobs once. look: called after each."""
         self.renew()
-        for loop in (plan, place, reclaim, launch, watch, release, grow, compare):
+        for loop in (plan, place, reclaim, launch, watch, release, grow, limit, compare):
             loop.step(self.context)
             look()
 
