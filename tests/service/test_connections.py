@@ -243,6 +243,18 @@ def test_event_streams_leave_connections_for_everybody_else_of_their_address(ser
         wait_until(lambda: _opens(port, stream))
 
 
+def test_event_streams_of_one_tenant_leave_half_to_others(serve: Serve) -> None:
+    stream = b"GET /v1/stream?rows=limit%%3D1 HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer the key of %s\r\n\r\n"
+    keys = ("greedy:the key of the greedy", "modest:the key of the modest")
+    with serve(max_connections=16, max_connections_per_address=0, api_keys=keys) as port, ExitStack() as stack:
+        for _ in range(6):
+            assert stack.enter_context(connect(port, stream % b"the greedy")).recv(4096).startswith(b"HTTP/1.1 200 ")
+        refused = stack.enter_context(connect(port, stream % b"the greedy")).recv(4096)
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert b"6 event streams of tenant greedy are open" in refused
+        assert stack.enter_context(connect(port, stream % b"the modest")).recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
 def _opens(port: int, stream: bytes) -> bool:
     with connect(port, stream) as connection:
         return connection.recv(4096).startswith(b"HTTP/1.1 200 ")
