@@ -249,7 +249,8 @@ def test_event_streams_of_one_tenant_leave_half_to_others(serve: Serve) -> None:
     with serve(max_connections=16, max_connections_per_address=0, api_keys=keys) as port, ExitStack() as stack:
         for _ in range(6):
             assert stack.enter_context(connect(port, stream % b"the greedy")).recv(4096).startswith(b"HTTP/1.1 200 ")
-        refused = stack.enter_context(connect(port, stream % b"the greedy")).recv(4096)
+        closing_stream = (stream % b"the greedy").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        refused = until_closed(stack.enter_context(connect(port, closing_stream)))
         assert refused.startswith(b"HTTP/1.1 503 ")
         assert b"6 event streams of tenant greedy are open" in refused
         assert stack.enter_context(connect(port, stream % b"the modest")).recv(4096).startswith(b"HTTP/1.1 200 ")
