@@ -18,6 +18,7 @@ from octet.api_schemas.plan import PlanRequest
 from octet.service import page
 from octet.service.access.audit import Audit
 from octet.service.access.authentication import Authentication
+from octet.service.access.rates import Rates
 from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
 from octet.service.deps import AppContext, require_admin, require_api_key, require_scraper
@@ -103,7 +104,7 @@ def create_app(
     places = QueuePlaces(database, settings)
     submissions = Submissions(database, show)
     parts = (Admission(settings, checks_of_app), submissions, places, Sparklines(), RowTotals(), plans_of_app, authentication)
-    context = AppContext(settings, database, wake, *parts)
+    context = AppContext(settings, database, wake, *parts, Rates(settings.requests_per_s))
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams
@@ -124,7 +125,7 @@ def _add_routes(app: FastAPI) -> list[BaseRoute]:
     checked += [(operations.metrics, require_scraper), (prometheus.router, require_scraper)]
     checked += [(keys.router, require_admin), (audit.router, require_admin)]
     for router, check in checked:
-        app.include_router(router, dependencies=[check], responses=answers(401, 403))
+        app.include_router(router, dependencies=[check], responses=answers(401, 403, 429))
     routers = [*(router for router, _ in checked), operations.health, reference.router]
     app.include_router(operations.health)
     app.include_router(reference.router)

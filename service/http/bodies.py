@@ -56,6 +56,7 @@ class LimitBodies:
         try:
             is_whole = await self._read(body, scope, receive)
             if is_whole:
+                scope.setdefault("state", {})["num_body_bytes"] = len(body.content)
                 await self._app(scope, _replayed(bytes(body.content), receive), send)
         except (ServiceError, *DATABASE_AWAY) as error:
             await answer_error(Request(scope), error)(scope, receive, send)
