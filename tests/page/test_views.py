@@ -328,6 +328,7 @@ def test_a_double_click_makes_one_job(page: "Page", own_site: Callable[..., Site
     page.wait_for_selector("main[aria-busy=false]")
     page.get_by_role("button", name="Copy as…").click()
     curl = page.get_by_label("The same as curl").inner_text()
+    assert page.locator("dialog").evaluate("dialog => dialog.scrollWidth <= dialog.clientWidth"), "its left half was hidden"
     assert json.loads(curl.partition("-d '")[2].removesuffix("'")) == spec
     page.get_by_role("button", name="Close").click()
     page.get_by_role("link", name="Clone").click()
