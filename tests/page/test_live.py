@@ -54,6 +54,25 @@ def test_nine_tabs_are_live_on_one_stream(context: "BrowserContext", own_site: C
     assert tabs[-1].locator(".row .progress").inner_text().startswith("30")
 
 
+def test_a_comparison_says_what_is_new_in_time(page: "Page", own_site: Callable[..., Site]) -> None:
+    site = own_site()
+    ids = [submit(site.world, name, steps=1000) for name in ("one", "other")]
+    ranks = [begin(site.world, job_id) for job_id in ids]
+    for rank in ranks:
+        train(site.world, rank, range(1, 11))
+    clock = PageClock(page)
+    ready(page, f"{site.url}/compare?jobs={','.join(ids)}")
+    page.wait_for_selector("#connection[data-state=live]")
+    clock.stop()
+    for rank, last in zip(ranks, (30, 31), strict=True):
+        train(site.world, rank, range(11, last + 1))
+        clock.hears(last, "points")
+    clock.run()
+    losses, differences = [chart.get_attribute("aria-label") or "" for chart in page.locator("canvas").all()]
+    assert ("At step 31" in losses, "At step 30" in differences) == (True, True)
+    clock.go_on()
+
+
 def serve(settings: Settings, database_url: str, port: int) -> None:
     """Serve in this process until it is killed."""
     from octet.service.app import create_app

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from octet.api_schemas import JobSpec
 from octet.client.text import num_bytes, number
 from octet.service.store import queue
 from tests.kit.waiting import LONG_S
@@ -328,7 +329,10 @@ def test_a_double_click_makes_one_job(page: "Page", own_site: Callable[..., Site
     page.wait_for_selector("main[aria-busy=false]")
     page.get_by_role("button", name="Copy as…").click()
     curl = page.get_by_label("The same as curl").inner_text()
-    assert json.loads(curl.partition("-d '")[2].removesuffix("'")) == spec
+    assert page.locator("dialog").evaluate("dialog => dialog.scrollWidth <= dialog.clientWidth"), "its left half was hidden"
+    copied = json.loads(curl.partition("-d '")[2].removesuffix("'"))
+    assert JobSpec.model_validate(copied) == JobSpec.model_validate(spec)
+    assert spec.keys() - copied.keys() >= {"adapter", "export"}, "they are null by default"
     page.get_by_role("button", name="Close").click()
     page.get_by_role("link", name="Clone").click()
     page.wait_for_selector("#yaml")
