@@ -87,7 +87,7 @@ class CheckProcesses:
             self._control, theirs = socket.socketpair()
             with theirs:
                 environment = {name: value for name, value in os.environ.items() if not name.startswith("OCTET_")}  # keys
-                self._server = subprocess.Popen(_COMMAND, stdin=theirs, stdout=subprocess.DEVNULL, env=environment)
+                self._server = subprocess.Popen(_COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment)
         return self._control
 
     def _end_server(self) -> None:
