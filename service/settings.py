@@ -184,7 +184,8 @@ class Settings(BaseSettings):
     def readable_files(self) -> Files:
         """The files that a submission may look at, within the limits of a check."""
         roots = tuple(map(str, self.readable_roots))
-        return Files(roots, self.data_check_max_entries, self.data_check_timeout_s, self.store_access)
+        stores = StoreAccess(prefixes=self.data_stores)  # nothing of them is read, so nothing is kept
+        return Files(roots, self.data_check_max_entries, self.data_check_timeout_s, stores)
 
     @property
     def store_access(self) -> StoreAccess:
