@@ -81,8 +81,7 @@ class Space:
 class Decision:
     """The decision about one job. `position` counts from 1 within the pool; `why` says why it waits, or is None if it starts.
 
-    workers: ranks that it starts with. free: slots that the pool had for it. `holds_back` is true for the job for which all
-    others behind it wait, unless they have a reason of their own.
+    workers: ranks that it starts with. free: slots that the pool had for it.
     """
 
     job_id: str
@@ -90,7 +89,6 @@ class Decision:
     why: str | None
     workers: int | None = None
     free: int | None = None
-    holds_back: bool = False
 
 
 def decide(
@@ -120,16 +118,15 @@ def _decide_pool(
     for position, job in enumerate(jobs, start=1):
         own_reason = _own_reason(job, now, lease_grace) or _space_reason(job, space) or _plan_reason(job, pool)
         why = own_reason or _pool_reason(job, pool, free, blocker)
-        holds_back = why is not None and own_reason is None and blocker is None
         if why is None:
             workers = most_of(job.worker_counts, free)
             assert workers is not None
             yield Decision(job.id, position, why, workers, free)
             free -= workers
             continue
-        if holds_back:
+        if own_reason is None and blocker is None:
             blocker = job
-        yield Decision(job.id, position, why, holds_back=holds_back)
+        yield Decision(job.id, position, why)
 
 
 def most_of(worker_counts: tuple[int, ...], free: int) -> int | None:
