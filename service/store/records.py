@@ -18,19 +18,8 @@ from octet.service.db.tables import (
     JobRow,
     LogLineRow,
     MeasurementRow,
-    ReportStreamRow,
 )
 from octet.service.store import curves
-
-
-def last_sequence(session: Session, attempt_id: str, rank: int) -> int:
-    """The sequence number of the rank's last report that was applied; 0 before the first."""
-    row = session.get(ReportStreamRow, (attempt_id, rank))
-    return row.last_seq if row is not None else 0
-
-
-def set_last_sequence(session: Session, attempt_id: str, rank: int, seq: int) -> None:
-    session.merge(ReportStreamRow(attempt_id=attempt_id, rank=rank, last_seq=seq))
 
 
 def put_exporter(session: Session, attempt_id: str, rank: int, address: str) -> None:
