@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
+from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import Depends, FastAPI, Response
 from fastapi import Request as HttpRequest
@@ -104,7 +105,7 @@ def create_app(
     places = QueuePlaces(database, settings)
     submissions = Submissions(database, show)
     parts = (Admission(settings, checks_of_app), submissions, places, Sparklines(), RowTotals(), plans_of_app, authentication)
-    context = AppContext(settings, database, wake, *parts, Rates(settings.requests_per_s))
+    context = AppContext(settings, database, wake, *parts, Rates(settings.requests_per_s), CapacityLimiter(1))
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
+from anyio import CapacityLimiter
 from fastapi import Depends, Header, Request, Security
 from fastapi.openapi.models import HTTPBearer as HTTPBearerModel
 from fastapi.security.base import SecurityBase
@@ -31,7 +32,8 @@ class AppContext:
 
     `admission` checks new jobs, `submissions` stores them, and `places` finds places in the queue;
     `sparklines` draws curves and `row_totals` counts lists; `planning` makes plans; `authentication` finds the
-    principal of a request and `rates` limits them; `wake` wakes a dispatcher in this process.
+    principal of a request and `rates` limits its requests; `explaining` has the turns of the threads that explain what is
+    wrong with a body; `wake` wakes a dispatcher in this process.
     """
 
     settings: Settings
@@ -45,6 +47,7 @@ class AppContext:
     planning: Planning
     authentication: Authentication
     rates: Rates
+    explaining: CapacityLimiter
 
 
 def context_of(request: Request) -> AppContext:

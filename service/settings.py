@@ -81,8 +81,8 @@ class Settings(BaseSettings):
     requests_per_s: float = Field(
         default=2000,
         ge=0,
-        description="requests of one API key each second, and twice as many at once; 0 for no limit. A list counts as 5, and "
-        "each KiB of a body from the fifth on as 1",
+        description="requests of one API key each second, and twice as many at once; 0 for no limit. A list counts as 5, "
+        "each KiB of a body from the fifth on as 1, and each mistake that the answer explains as 0.3",
     )
     request_head_timeout_s: Seconds = Field(default=10, description="for the head of a request, from the connection on")
     request_body_timeout_s: Seconds = Field(default=30, description="for the whole body of a request")

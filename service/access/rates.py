@@ -11,6 +11,8 @@ BURST_S = 2.0
 FREE_BODY_BYTES = 4 << 10
 COST_OF_KIB = 1.0
 """The cost of a body's further KiB. Parsing 64 KiB of wrong fields takes 10 ms, as long as some dozens of small requests."""
+COST_OF_VIOLATION = 0.3
+"""The cost of explaining one of the violations of a body, which takes 0.1 ms."""
 COST_OF_LIST = 5.0
 MOST_COST = 64.0
 """No request costs more, so whoever waits long enough may send any."""
