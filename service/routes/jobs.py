@@ -32,7 +32,7 @@ from octet.service.jobs import commands, requests
 from octet.service.jobs.requests import Request
 from octet.service.jobs.specs import changed
 from octet.service.jobs.submissions import Stored
-from octet.service.routes.job_views import accepted, rendered_jobs, shown_job
+from octet.service.routes.job_views import accepted, existing_job, rendered_jobs, shown_job
 from octet.service.store.ids import is_id
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -95,10 +95,7 @@ async def clone(http_request: HttpRequest, job_id: JobIdDep, idempotency_key: Id
 
 def _spec_of(context: AppContext, job_id: str, tenant: str | None) -> JobSpec:
     with context.database.read() as session:
-        job = store.jobs.find_job(session, job_id, tenant)
-        if job is None:
-            raise NotFound(f"there is no job {job_id}")
-        return JobSpec.read_stored(job.spec)
+        return JobSpec.read_stored(existing_job(session, job_id, tenant).spec)
 
 
 @router.get("", response_model=Page[Job], operation_id="list_jobs", responses=answers(422))
