@@ -71,7 +71,7 @@ _ADAPTER = "Set adapter: {rank: 16} to train adapters (LoRA) of the model in mod
 _FROM_SERVER = "Remove it: the server stores checkpoints and results. `octet download` fetches them."
 _KEPT = "Remove it: every step's numbers are kept. `octet metrics` shows them, and the server serves /metrics."
 _TRACKERS = (
-    "Set trackers: [{kind: tensorboard}], or kind mlflow. Every step's numbers are kept without one: `octet metrics`."
+    "Set trackers: {tensorboard: {}}; mlflow and wandb are others. `octet metrics` shows every step's numbers without one."
 )
 _NO_SCRIPT = "Jobs run no scripts: model.entrypoint names a function that builds your network (docs/own-models.md)."
 
@@ -115,8 +115,8 @@ INTENTS: Mapping[str, tuple[str, str]] = {
     ),
     "adapters": ("lora peft qlora use_lora", _ADAPTER),
     "places": ("output_dir out_dir save_dir output checkpoint_dir log_dir logging_dir", _FROM_SERVER),
-    "trackers": ("report_to tensorboard mlflow tracking tracker logger reporting", _TRACKERS),
-    "curves": ("wandb trackio logging_steps log_every log_interval", _KEPT),
+    "trackers": ("wandb report_to tensorboard mlflow trackio tracking tracker logger reporting", _TRACKERS),
+    "curves": ("logging_steps log_every log_interval", _KEPT),
     "scripts": ("script command entrypoint image args cmd", _NO_SCRIPT),
     "resume": (
         "resume resume_from_checkpoint resume_from load_from",

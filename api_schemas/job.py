@@ -18,7 +18,7 @@ from octet.api_schemas.recipe import RecipeSpec
 from octet.api_schemas.resources import LabelKey, ResourceSpec
 from octet.api_schemas.rules.table import check_job
 from octet.api_schemas.states import DesiredState, FailureReason, JobState
-from octet.api_schemas.tracking import Trackers, check_kinds
+from octet.api_schemas.tracking import TrackersSpec
 from octet.api_schemas.training import AdapterSpec, TrainingSpec
 
 JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -52,8 +52,8 @@ class JobSpec(Contract):
     retry: RetrySpec = RetrySpec()
     export: ExportSpec | None = Field(default=None, description="write what was trained for servers of models; default: no")
     labels: Labels = Field(default_factory=dict, max_length=64)
-    trackers: Trackers = Field(
-        default=(), description="programs that show the job's curves, one of each kind; an operator's of a kind takes its place"
+    trackers: TrackersSpec = Field(
+        default=TrackersSpec(), description="programs that show the job's curves; an operator's of a kind takes its place"
     )
 
     @field_validator("model", mode="before")
@@ -131,7 +131,6 @@ class JobSpec(Contract):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        check_kinds(self.trackers)
         if conflict := check_job(self):
             raise conflict.as_refusal()
         return self

@@ -1,25 +1,19 @@
 """Trackers: programs of others that show a job's curves. A job names them in `trackers`; the operator can add some to each."""
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Self
 
 from pydantic import Field
 
-from octet.api_schemas.base import Contract, refusal
-
-MAX_TRACKERS = 4
+from octet.api_schemas.base import Contract
 
 
 class TensorBoardTracker(Contract):
     """TensorBoard's event files, in `trackers/tensorboard` of the job's folder."""
 
-    kind: Literal["tensorboard"] = "tensorboard"
-
 
 class MlflowTracker(Contract):
     """A run of MLflow, which later attempts of the job continue."""
 
-    kind: Literal["mlflow"] = "mlflow"
     experiment: str = Field(
         default="octet", pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._/-]{0,99}$", description="created if it does not exist"
     )
@@ -30,21 +24,29 @@ class MlflowTracker(Contract):
     )
 
 
-Tracker = Annotated[TensorBoardTracker | MlflowTracker, Field(discriminator="kind")]
-Trackers = Annotated[tuple[Tracker, ...], Field(max_length=MAX_TRACKERS)]
+class WandbTracker(Contract):
+    """A run of Weights & Biases, whose id is the job's."""
+
+    project: str = Field(default="octet", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    online: bool = Field(
+        default=False,
+        description="true: the server and key of WANDB_* variables in the ranks' environment, which the operator sets; "
+        "false: folders in trackers/wandb of the job's folder, for `wandb sync`",
+    )
 
 
-def check_kinds(trackers: Sequence[TensorBoardTracker | MlflowTracker]) -> None:
-    """Refuse two trackers of a kind: they would write the same files."""
-    kinds = [tracker.kind for tracker in trackers]
-    if twice := [kind for kind in kinds if kinds.count(kind) > 1]:
-        change = f"Remove all of kind {twice[0]} but one."
-        raise refusal("trackers", got=kinds, allowed="one tracker of each kind", change=change)
+class TrackersSpec(Contract):
+    """The trackers of a job by their kinds; null for none."""
 
+    tensorboard: TensorBoardTracker | None = None
+    mlflow: MlflowTracker | None = None
+    wandb: WandbTracker | None = None
 
-def with_operators(
-    trackers: Sequence[TensorBoardTracker | MlflowTracker], operators: Sequence[TensorBoardTracker | MlflowTracker]
-) -> tuple[TensorBoardTracker | MlflowTracker, ...]:
-    """Return a job's trackers and the operator's, which take the places of the job's of their kinds."""
-    kinds = {tracker.kind for tracker in operators}
-    return (*(tracker for tracker in trackers if tracker.kind not in kinds), *operators)
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that are set."""
+        return tuple(kind for kind in type(self).model_fields if getattr(self, kind) is not None)
+
+    def with_operators(self, operators: Self) -> Self:
+        """Return these trackers and the operator's, which take the places of those of their kinds."""
+        return self.model_copy(update={kind: getattr(operators, kind) for kind in operators.kinds})

@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from octet.api_schemas import Files, PoolConfig
 from octet.api_schemas.data.stores import DEFAULT_CACHE_BYTES, StoreAccess
 from octet.api_schemas.keys import DEFAULT_TENANT, TENANT
-from octet.api_schemas.tracking import Trackers, check_kinds
+from octet.api_schemas.tracking import TrackersSpec
 
 SHORTEST_API_KEY = 16
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -61,8 +61,8 @@ class Settings(BaseSettings):
         default=1 << 30, ge=0, description="a job that found the disk full starts again once this much is free in data_dir"
     )
 
-    trackers: Trackers = Field(
-        default=(), description='trackers of every job, as JSON: [{"kind": "mlflow", "online": true}]; one of each kind'
+    trackers: TrackersSpec = Field(
+        default=TrackersSpec(), description='trackers of every job, as JSON: {"mlflow": {"online": true}}'
     )
 
     planner: bool = Field(
@@ -133,7 +133,6 @@ class Settings(BaseSettings):
         if self.report_url:
             AnyHttpUrl(self.report_url)
         _ = self.store_access  # refuses a prefix that is not a URL
-        check_kinds(self.trackers)
         _check_pools(self.pools)
         if self.heartbeat_s * 3 > self.lease_s:
             raise ValueError(f"heartbeat_s {self.heartbeat_s} must be at most a third of lease_s {self.lease_s}")

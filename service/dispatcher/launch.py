@@ -14,7 +14,6 @@ from sqlalchemy.orm import Session
 
 from octet.api_schemas import AttemptRef, CheckpointRef, FailureReason, JobSpec, LaunchOrder, PoolConfig, ProbeState
 from octet.api_schemas.models import families_with
-from octet.api_schemas.tracking import with_operators
 from octet.service import store
 from octet.service.cluster.launcher import LauncherError
 from octet.service.db.tables import AttemptRow, JobRow
@@ -95,7 +94,7 @@ def _order(
         stores=context.settings.store_access,
         job_dir=str(context.settings.job_dir(job.id)),
         checkpoints=tuple(CheckpointRef(step=row.step, name=row.name, sha256=row.sha256) for row in newest),
-        trackers=with_operators(spec.trackers, context.settings.trackers),
+        trackers=spec.trackers.with_operators(context.settings.trackers),
         lease_s=context.settings.lease_s,
         heartbeat_s=context.settings.heartbeat_s,
     )

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from octet.api_schemas import (
     explain,
 )
 from octet.api_schemas.data import ANY_FILE, Files
-from octet.api_schemas.tracking import Trackers
+from octet.api_schemas.tracking import TrackersSpec
 from octet.worker.common.config import RankEnv, TrainConfig, resolve
 from octet.worker.common.errors import (
     Cancelled,
@@ -99,12 +99,12 @@ class Run:
     checkpoints: tuple[CheckpointRef, ...] = ()
     pool: PoolConfig | None = None
     files: Files = ANY_FILE
-    trackers: Trackers = ()
+    trackers: TrackersSpec = field(default_factory=TrackersSpec)
 
 
 def _track(run_id: str, spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
     """Train, while trackers get what rank 0 reports. run_id: the same in all attempts of the job."""
-    if not env.reports or not run.trackers:
+    if not env.reports or not run.trackers.kinds:
         return _train(spec, env, run)
     tracked = TrackedRun.of(run_id, spec, run.job_dir / "trackers")
     reporter = TrackedReporter(run.reporter, make_trackers(run.trackers), tracked)

@@ -2,34 +2,34 @@
 
 from importlib.util import find_spec
 
-from octet.api_schemas.tracking import MlflowTracker, TensorBoardTracker, Trackers
+from octet.api_schemas.tracking import TrackersSpec
 from octet.worker.common.errors import InvalidConfig
 from octet.worker.reporting.trackers.feed import Tracker
 from octet.worker.reporting.trackers.mlflow import MlflowRun
 from octet.worker.reporting.trackers.tensorboard import TensorBoardFiles
+from octet.worker.reporting.trackers.wandb import WandbRun
 
-_MODULES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+_MODULES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
 """The modules that each kind needs, beyond those of a worker."""
 
 
-def check_packages(trackers: Trackers) -> None:
+def check_packages(trackers: TrackersSpec) -> None:
     """Raise InvalidConfig if this environment lacks the package of a tracker."""
-    for tracker in trackers:
-        if missing := [module for module in _MODULES[tracker.kind] if find_spec(module) is None]:
+    for kind in trackers.kinds:
+        if missing := [module for module in _MODULES[kind] if find_spec(module) is None]:
             raise InvalidConfig(
-                f"trackers: got kind {tracker.kind}, and the environment of the ranks has no {missing[0]}; allowed: kinds "
-                f"that are installed there. Install octet[{tracker.kind}] for the ranks, or remove the tracker"
+                f"trackers.{kind}: the environment of the ranks has no {missing[0]}; allowed: trackers that are installed "
+                f"there. Install octet-fp8[{kind}] for the ranks, or remove the tracker"
             )
 
 
-def make_trackers(trackers: Trackers) -> dict[str, Tracker]:
+def make_trackers(trackers: TrackersSpec) -> dict[str, Tracker]:
     """Return what writes to each tracker, by its kind. Nothing is opened yet."""
-    return {tracker.kind: _make(tracker) for tracker in trackers}
-
-
-def _make(tracker: TensorBoardTracker | MlflowTracker) -> Tracker:
-    match tracker:
-        case TensorBoardTracker():
-            return TensorBoardFiles()
-        case MlflowTracker():
-            return MlflowRun(tracker.experiment, tracker.online)
+    made: dict[str, Tracker] = {}
+    if trackers.tensorboard is not None:
+        made["tensorboard"] = TensorBoardFiles()
+    if trackers.mlflow is not None:
+        made["mlflow"] = MlflowRun(trackers.mlflow.experiment, trackers.mlflow.online)
+    if trackers.wandb is not None:
+        made["wandb"] = WandbRun(trackers.wandb.project, trackers.wandb.online)
+    return made

@@ -1,4 +1,4 @@
-"""Passes what rank 0 reports on to trackers: TensorBoard files, MLflow.
+"""Passes what rank 0 reports on to trackers: TensorBoard files, MLflow, Weights & Biases.
 
 Each tracker has a queue and a thread of its own, so neither training nor another tracker waits for it. A tracker that raises
 is logged once and gets nothing more. A tracker that hangs loses rows once its queue is full, and the rank ends without it.
@@ -31,8 +31,10 @@ MAX_QUEUED = 20_000
 """Reports that wait for one tracker. A step is some 500 bytes."""
 INTERVAL_S = 1.0
 """The time from one batch of rows to the next."""
-CLOSE_S = 10.0
-"""The longest that the end of a rank waits for all trackers."""
+CLOSE_S = 60.0
+"""The longest that the end of a rank waits for all trackers: MLflow alone takes 10 s to import on a busy machine."""
+STOPPED_CLOSE_S = 10.0
+"""The same for a rank that was stopped, which is killed after `cancel_grace_s`."""
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +103,12 @@ class TrackedReporter:
         self._reporter.check()
 
     def close(self, ended: FinishedReport | None) -> None:
-        """Let the trackers write what is queued. What takes longer than `CLOSE_S` is left, with a line in the log.
+        """Let the trackers write what is queued. What takes too long is left, with a line in the log.
 
         ended: see `Tracker.close`. The report itself is sent by the caller, as the last of the attempt.
         """
-        give_up_at = time.monotonic() + CLOSE_S
+        was_stopped = ended is None or ended.outcome == "cancelled"
+        give_up_at = time.monotonic() + (STOPPED_CLOSE_S if was_stopped else CLOSE_S)
         for feed in self._feeds:
             feed.end(ended)
         for feed in self._feeds:

@@ -51,7 +51,7 @@ def runs_of(uri: str) -> tuple[Any, list[Any]]:
 
 
 def test_tensorboard_shows_a_job_and_its_second_attempt_as_one_run(spec_document: dict[str, Any], tmp_path: Path) -> None:
-    trackers = [{"kind": "tensorboard"}]
+    trackers = {"tensorboard": {}}
     assert train(spec_document, tmp_path, trackers=trackers, precision={"level": "O2"}) == 0
     first = scalars(tmp_path)
     assert [step for step, _ in first["train/loss"]] == [1, 2, 3, 4]
@@ -66,8 +66,9 @@ def test_tensorboard_shows_a_job_and_its_second_attempt_as_one_run(spec_document
     assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.system
 def test_mlflow_keeps_one_run_for_all_attempts(spec_document: dict[str, Any], tmp_path: Path) -> None:
-    trackers, labels = [{"kind": "mlflow"}], {"comparison": "cmp_1", "arm": "O2"}
+    trackers, labels = {"mlflow": {}}, {"comparison": "cmp_1", "arm": "O2"}
     assert train(spec_document, tmp_path, trackers=trackers, labels=labels) == 0
     for newest in (tmp_path / "checkpoints").glob("step_*4"):
         newest.rename(tmp_path / "gone")
@@ -81,6 +82,43 @@ def test_mlflow_keeps_one_run_for_all_attempts(spec_document: dict[str, Any], tm
     assert run.data.tags["octet.label.comparison"] == "cmp_1"
     assert [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2, 3, 4, 5, 6]
     assert [metric.step for metric in client.get_metric_history(run.info.run_id, "evaluation/loss")] == [2, 4, 6]
+
+
+def wandb_history(file: Path) -> list[dict[str, Any]]:
+    """Read the rows of a W&B file with W&B's own records; the file is LevelDB's log of them, after seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, record, rows = file.read_bytes(), 7, b"", []
+    while at < len(content):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, part = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        record += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        # A record is whole (1), or this is its last part (4).
+        if part in (1, 4):
+            parsed, record = Record.FromString(record), b""
+            if items := parsed.history.item:
+                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return rows
+
+
+@pytest.mark.system
+def test_wandb_writes_one_run_for_all_attempts(spec_document: dict[str, Any], tmp_path: Path) -> None:
+    trackers, labels = {"wandb": {}}, {"comparison": "cmp_1"}
+    assert train(spec_document, tmp_path, trackers=trackers, labels=labels) == 0
+    for newest in (tmp_path / "checkpoints").glob("step_*4"):
+        newest.rename(tmp_path / "gone")
+    assert train(spec_document, tmp_path, "--resume", steps=6, trackers=trackers, labels=labels) == 0
+
+    files = sorted((tmp_path / "trackers" / "wandb").rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    assert len(files) == 2
+    assert len({file.name for file in files}) == 1, "the attempts have one run id"
+    attempts = [wandb_history(file) for file in files]
+    assert [[row["_step"] for row in rows if "train/loss" in row] for rows in attempts] == [[1, 2, 3, 4], [5, 6]]
+    assert [row["_step"] for rows in attempts for row in rows if "evaluation/loss" in row] == [2, 4, 6]
+    assert "memory/weights_bytes" in attempts[0][0]
 
 
 @pytest.fixture
@@ -113,13 +151,14 @@ def test_a_tracker_that_raises_is_logged_once_and_the_job_goes_on(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port}")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    trackers = [{"kind": "mlflow", "online": True}, {"kind": "tensorboard"}]
+    trackers = {"mlflow": {"online": True}, "tensorboard": {}}
     assert train(spec_document, tmp_path, trackers=trackers) == 0
     assert loss_of(tmp_path) == plain_loss
     assert caplog.text.count("tracker mlflow failed and gets nothing more") == 1
     assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [1, 2, 3, 4]
 
 
+@pytest.mark.system
 def test_a_tracker_that_hangs_is_left_at_the_end(
     spec_document: dict[str, Any],
     tmp_path: Path,
@@ -136,7 +175,7 @@ def test_a_tracker_that_hangs_is_left_at_the_end(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     before = set(threading.enumerate())
     caplog.set_level(logging.INFO)
-    assert train(spec_document, tmp_path, steps=12, trackers=[{"kind": "mlflow", "online": True}]) == 0
+    assert train(spec_document, tmp_path, steps=12, trackers={"mlflow": {"online": True}}) == 0
     assert "tracker mlflow does not end" in caplog.text
     assert caplog.text.count("tracker mlflow is too slow") == 1
     for thread in set(threading.enumerate()) - before:
@@ -149,6 +188,6 @@ def test_a_missing_package_is_refused_before_the_model_is_built(
     spec_document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("octet.worker.reporting.trackers.find_spec", lambda name: None)
-    assert train(spec_document, tmp_path, trackers=[{"kind": "mlflow"}]) == 1
-    assert "Install octet[mlflow] for the ranks" in caplog.text
+    assert train(spec_document, tmp_path, trackers={"mlflow": {}}) == 1
+    assert "Install octet-fp8[mlflow] for the ranks" in caplog.text
     assert "model_built" not in caplog.text
