@@ -31,7 +31,7 @@ MAX_QUEUED = 20_000
 """Reports that wait for one tracker. A step is some 500 bytes."""
 INTERVAL_S = 1.0
 """The time from one batch of rows to the next."""
-CLOSE_S = 60.0
+CLOSE_S = 30.0
 """The longest that the end of a rank waits for all trackers: MLflow alone takes 10 s to import on a busy machine."""
 STOPPED_CLOSE_S = 10.0
 """The same for a rank that was stopped, which is killed after `cancel_grace_s`."""
