@@ -18,6 +18,7 @@ from octet.api_schemas.recipe import RecipeSpec
 from octet.api_schemas.resources import LabelKey, ResourceSpec
 from octet.api_schemas.rules.table import check_job
 from octet.api_schemas.states import DesiredState, FailureReason, JobState
+from octet.api_schemas.tracking import TrackersSpec
 from octet.api_schemas.training import AdapterSpec, TrainingSpec
 
 JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -51,6 +52,9 @@ class JobSpec(Contract):
     retry: RetrySpec = RetrySpec()
     export: ExportSpec | None = Field(default=None, description="write what was trained for servers of models; default: no")
     labels: Labels = Field(default_factory=dict, max_length=64)
+    trackers: TrackersSpec = Field(
+        default=TrackersSpec(), description="programs that show the job's curves; an operator's of a kind takes its place"
+    )
 
     @field_validator("model", mode="before")
     @classmethod

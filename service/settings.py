@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from octet.api_schemas import Files, PoolConfig
 from octet.api_schemas.data.stores import DEFAULT_CACHE_BYTES, StoreAccess
 from octet.api_schemas.keys import DEFAULT_TENANT, TENANT
+from octet.api_schemas.tracking import TrackersSpec
 
 SHORTEST_API_KEY = 16
 RUNBOOKS = "docs/operations.md"
@@ -62,6 +63,10 @@ class Settings(BaseSettings):
 
     free_space_bytes: int = Field(
         default=1 << 30, ge=0, description="a job that found the disk full starts again once this much is free in data_dir"
+    )
+
+    trackers: TrackersSpec = Field(
+        default=TrackersSpec(), description='trackers of every job, as JSON: {"mlflow": {"online": true}}'
     )
 
     planner: bool = Field(
