@@ -26,7 +26,7 @@ class Rates:
         self._per_s, self._clock_s = per_s, clock_s
         self._most = max(MOST_COST, BURST_S * per_s)
         self._left: dict[tuple[str, str], tuple[float, float]] = {}
-        """What is left in a bucket, and when that was counted, by tenant and name of a principal."""
+        """The rest of each bucket, and when it was counted, by tenant and name of a principal."""
 
     def charge(self, principal: Principal, cost: float) -> None:
         """Take the cost of a request from its principal's bucket. Raises TooManyRequests if there is not enough in it."""
