@@ -87,12 +87,14 @@ def create_app(
         database.migrate()
         if checks is None:
             await run_sync(checks_of_app.start)
-        async with telemetry.process.watching_the_loop():
-            yield
-        await streams.close()
-        own = [part.close for part, given in ((plans_of_app, planning), (checks_of_app, checks)) if given is None]
-        for end in (authentication.drain, kept_audit.drain, *own):
-            await run_sync(end)
+        try:
+            async with telemetry.process.watching_the_loop():
+                yield
+            await streams.close()
+        finally:  # also where a server that is told twice to stop cancels this
+            own = [part.close for part, given in ((plans_of_app, planning), (checks_of_app, checks)) if given is None]
+            for end in (authentication.drain, kept_audit.drain, *own):
+                await run_sync(end)
 
     app = _empty_app(lifespan)
 
