@@ -91,7 +91,7 @@ def create_app(
             async with telemetry.process.watching_the_loop():
                 yield
             await streams.close()
-        finally:  # also where a server that is told twice to stop cancels this
+        finally:  # also where a second signal cancels this
             own = [part.close for part, given in ((plans_of_app, planning), (checks_of_app, checks)) if given is None]
             for end in (authentication.drain, kept_audit.drain, *own):
                 await run_sync(end)
