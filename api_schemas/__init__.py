@@ -7,6 +7,7 @@ if __name__ != "octet.api_schemas":
     raise ImportError("import octet.api_schemas, not api_schemas", name=__name__)
 
 
+from octet.api_schemas.alert import Alert
 from octet.api_schemas.attempt import Attempt, Checkpoint, CheckpointFile, Event, LogLine, MetricPoint
 from octet.api_schemas.base import Contract, JsonScalar, Page, SpecConflict, Timestamp, refusal, rfc3339
 from octet.api_schemas.data import ANY_FILE, DataSpec, Files, Needs, SourceSpec, TextSpec
@@ -47,6 +48,7 @@ __all__ = [
     "MAX_REPORTS_PER_BATCH",
     "PRESETS",
     "AdapterSpec",
+    "Alert",
     "Attempt",
     "AttemptRef",
     "AttemptState",

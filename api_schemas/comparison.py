@@ -62,6 +62,12 @@ class ComparisonSpec(Contract):
         le=1.0,
         description="share of the baseline's evaluation loss that an arm may lose",
     )
+    budget_slot_hours: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=1e9,
+        description="hours of slots that its jobs may take together; once they are used, it ends with what is known",
+    )
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -96,7 +102,12 @@ class ComparisonSpec(Contract):
             document = merge_patch(document, _nested(path, value))
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", chosen.name)
         labels = dict(zip(_LABELS, (comparison_id, chosen.name, str(seed)), strict=True))
-        own = {"name": f"{self.job.name[:50]}-{slug[:25]}-s{seed}", "labels": labels, "training": {"seed": seed}}
+        own = {
+            "name": f"{self.job.name[:50]}-{slug[:25]}-s{seed}",
+            "labels": labels,
+            "training": {"seed": seed},
+            "precision": {"ladder": []},  # an arm stays at its level
+        }
         return JobSpec.model_validate(merge_patch(document, own))
 
     @model_validator(mode="after")

@@ -70,6 +70,9 @@ _POOL = "The pool decides the device: set resources.pool to one that `octet pool
 _ADAPTER = "Set adapter: {rank: 16} to train adapters (LoRA) of the model in model.path."
 _FROM_SERVER = "Remove it: the server stores checkpoints and results. `octet download` fetches them."
 _KEPT = "Remove it: every step's numbers are kept. `octet metrics` shows them, and the server serves /metrics."
+_TRACKERS = (
+    "Set trackers: {tensorboard: {}}; mlflow and wandb are others. `octet metrics` shows every step's numbers without one."
+)
 _NO_SCRIPT = "Jobs run no scripts: model.entrypoint names a function that builds your network (docs/own-models.md)."
 
 INTENTS: Mapping[str, tuple[str, str]] = {
@@ -112,7 +115,8 @@ INTENTS: Mapping[str, tuple[str, str]] = {
     ),
     "adapters": ("lora peft qlora use_lora", _ADAPTER),
     "places": ("output_dir out_dir save_dir output checkpoint_dir log_dir logging_dir", _FROM_SERVER),
-    "trackers": ("wandb report_to tensorboard mlflow logging_steps log_every log_interval logger", _KEPT),
+    "trackers": ("wandb report_to tensorboard mlflow trackio tracking tracker logger reporting", _TRACKERS),
+    "curves": ("logging_steps log_every log_interval", _KEPT),
     "scripts": ("script command entrypoint image args cmd", _NO_SCRIPT),
     "resume": (
         "resume resume_from_checkpoint resume_from load_from",

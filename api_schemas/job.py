@@ -6,18 +6,19 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from octet.api_schemas.accelerate import is_accelerate, precision_from_accelerate
-from octet.api_schemas.base import Contract, Timestamp, refusal
+from octet.api_schemas.base import Contract, Timestamp, merge_patch, refusal
 from octet.api_schemas.data import DataSpec
 from octet.api_schemas.export import ExportSpec, MismatchCard
 from octet.api_schemas.inputs import tokens_per_sample
 from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.layout import BatchDivision, Layout, ParallelismSpec
 from octet.api_schemas.models import ModelSizes, ModelSpec
-from octet.api_schemas.precision import PrecisionSpec
+from octet.api_schemas.precision import LevelName, PrecisionSpec
 from octet.api_schemas.recipe import RecipeSpec
 from octet.api_schemas.resources import LabelKey, ResourceSpec
 from octet.api_schemas.rules.table import check_job
 from octet.api_schemas.states import DesiredState, FailureReason, JobState
+from octet.api_schemas.tracking import TrackersSpec
 from octet.api_schemas.training import AdapterSpec, TrainingSpec
 
 JobName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -51,6 +52,9 @@ class JobSpec(Contract):
     retry: RetrySpec = RetrySpec()
     export: ExportSpec | None = Field(default=None, description="write what was trained for servers of models; default: no")
     labels: Labels = Field(default_factory=dict, max_length=64)
+    trackers: TrackersSpec = Field(
+        default=TrackersSpec(), description="programs that show the job's curves; an operator's of a kind takes its place"
+    )
 
     @field_validator("model", mode="before")
     @classmethod
@@ -129,7 +133,38 @@ class JobSpec(Contract):
     def _parts_fit(self) -> Self:
         if conflict := check_job(self):
             raise conflict.as_refusal()
+        if self.precision.ladder:
+            self._check_next_rung()
         return self
+
+    @property
+    def next_rung(self) -> dict[str, Any]:
+        """The merge patch with which the job goes on at the next level of its ladder."""
+        level, *ladder = self.precision.ladder
+        return {"precision": {"level": level, "ladder": ladder}}
+
+    def _check_next_rung(self) -> None:
+        """Refuse a ladder with a level at which the rest of the job could not run."""
+        try:
+            type(self).model_validate(merge_patch(self.model_dump(mode="json"), self.next_rung))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            refused, level = first["ctx"], self.precision.ladder[0]  # only rules that tie fields together can be broken
+            field = ".".join(map(str, (*first["loc"], refused["field"])))
+            change = refused["change"] if field == "precision.ladder" else f"For {level}: {field}. {refused['change']}"
+            raise refusal("precision.ladder", got=refused["got"], allowed=refused["allowed"], change=change) from None
+
+
+class LevelChange(Contract):
+    """The level at which a job goes on."""
+
+    level: LevelName
+
+
+class LimitChange(Contract):
+    """A new limit of what a job may take."""
+
+    max_slot_hours: float | None = Field(gt=0, le=1e9, description="null: no limit")
 
 
 class JobChange(Contract):
@@ -139,6 +174,18 @@ class JobChange(Contract):
     labels: dict[LabelKey, LabelText | None] | None = Field(
         default=None, max_length=64, description="labels to set; null removes one"
     )
+    precision: LevelChange | None = Field(
+        default=None,
+        description="go on at another level, with all values kept; a job that runs saves a checkpoint and starts again",
+    )
+
+    resources: LimitChange | None = Field(default=None, description="the limit of a job, also of one that has reached it")
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _read_level(cls, precision: Any) -> Any:
+        """Accept a level's name in place of a mapping, as a job does."""
+        return {"level": precision} if isinstance(precision, str) else precision
 
 
 _RECIPE = "how the operands of FP8 products are scaled, from the spec or else the level; null if no product is in FP8"

@@ -12,6 +12,7 @@ from octet.api_schemas.data.stores import StoreAccess
 from octet.api_schemas.job import JobSpec
 from octet.api_schemas.resources import PoolConfig
 from octet.api_schemas.states import FailureReason
+from octet.api_schemas.tracking import TrackersSpec
 
 
 class CheckpointRef(Contract):
@@ -38,6 +39,7 @@ class LaunchOrder(Contract):
     stores: StoreAccess = Field(default=StoreAccess(), description="the object stores that the ranks may read data from")
     job_dir: str = Field(description="the job's folder for checkpoints and spools, shared by its workers")
     checkpoints: tuple[CheckpointRef, ...] = Field(description="newest first; the first that passes its check is used")
+    trackers: TrackersSpec = Field(default=TrackersSpec(), description="the job's and the operator's")
     lease_s: float
     heartbeat_s: float
 

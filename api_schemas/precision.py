@@ -55,6 +55,12 @@ class PrecisionSpec(Contract):
         default="O2",
         description="auto: the most precise level that fits the pool's devices, chosen once, before the job starts",
     )
+    ladder: tuple[LevelName, ...] = Field(
+        default=(),
+        max_length=4,
+        description="further levels: if the loss is not finite or diverges, the job goes on at the next one, from its last "
+        "checkpoint before that",
+    )
     recipe: RecipeSpec | None = Field(default=None, description="scaling of FP8 products; default: the level's recipe")
     include: Globs = Field(default=("*",), description="names of linear layers to convert, as globs")
     exclude: Globs = Field(default=(), description="names of linear layers to leave in bf16, as globs")
@@ -92,6 +98,11 @@ class PrecisionSpec(Contract):
     def is_resolved(self) -> bool:
         """True unless the level is still to be chosen."""
         return self.level != "auto"
+
+    @property
+    def repeats_a_level(self) -> bool:
+        """True if a rung of the ladder is the level itself or another rung."""
+        return len({self.level, *self.ladder}) <= len(self.ladder)
 
     @property
     def resolved_recipe(self) -> RecipeSpec | None:

@@ -42,6 +42,7 @@ class ErrorCode(StrEnum):
     SEQUENCE_GAP = "sequence_gap"
     PAYLOAD_TOO_LARGE = "payload_too_large"
     WRONG_HOST = "wrong_host"
+    TOO_MANY_REQUESTS = "too_many_requests"
     NOT_READY = "not_ready"
     INTERNAL = "internal"
 

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from octet.api_schemas.base import Contract, refusal
+from octet.api_schemas.keys import TENANT
 
 PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
+TenantName = Annotated[str, Field(pattern=f"^{TENANT}$")]
 LabelValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
 LabelKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9./-]{0,61}[a-z0-9])?$")]
 
@@ -28,6 +30,13 @@ class ResourceSpec(Contract):
         "null: always as many as workers",
     )
 
+    max_slot_hours: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e9,
+        description="hours of slots that all its attempts may take together; then it saves a checkpoint and is cancelled",
+    )
+
     force: bool = Field(default=False, description="start the job even if its plan says that it cannot fit the pool's devices")
 
     @model_validator(mode="before")
@@ -40,6 +49,21 @@ class ResourceSpec(Contract):
             got = {name: value for name, value in given.items() if name != "pool"}
             raise refusal("workers", got=got, allowed="a number, or {min, max}", change="Give both min and max, and no others.")
         return {**given, "workers": given["workers"]["max"], "min_workers": given["workers"]["min"]}
+
+
+class TenantConfig(Contract):
+    """The part of a pool that a tenant has. Slots that nobody else wants are free to all, up to each tenant's limits."""
+
+    share: float = Field(
+        default=1,
+        gt=0,
+        le=1000,
+        description="of slots, in relation to other tenants' that have jobs of the same priority waiting",
+    )
+    slots: int | None = Field(
+        default=None, ge=1, le=1_000_000, description="most slots that its jobs take at once; null: no limit"
+    )
+    jobs: int | None = Field(default=None, ge=1, le=1_000_000, description="most of its jobs that run at once; null: no limit")
 
 
 class PoolConfig(Contract):
@@ -60,6 +84,16 @@ class PoolConfig(Contract):
     allows_entrypoints: bool = Field(
         default=False, description="run models of family python: any code that the workers' Python can import"
     )
+    backfill: bool = Field(
+        default=True, description="lend slots that a waiting job cannot use yet to jobs behind it, which make way when it fits"
+    )
+    tenants: dict[TenantName, TenantConfig] = Field(
+        default_factory=dict, description="shares and limits by tenant; others have a share of 1 and no limit"
+    )
+
+    def of_tenant(self, tenant: str) -> TenantConfig:
+        """Return the share and the limits of a tenant."""
+        return self.tenants.get(tenant, _UNLIMITED)
 
     @property
     def plans_jobs(self) -> bool:
@@ -70,6 +104,9 @@ class PoolConfig(Contract):
     def slot_resource(self) -> str:
         """The countable Ray resource of the pool. A node offers one unit for each rank that it can run."""
         return f"octet_slot_{self.name}"
+
+
+_UNLIMITED = TenantConfig()
 
 
 class Pool(Contract):

@@ -26,7 +26,7 @@ class DesiredState(StrEnum):
     PAUSE = "pause"
     CANCEL = "cancel"
     CANCEL_NOW = "cancel_now"
-    YIELD = "yield"  # to save a checkpoint, end, and wait in the queue: the server stops
+    YIELD = "yield"  # to save a checkpoint, end, and wait in the queue: the server stops, or a loan of slots ends
 
     @property
     def saves(self) -> bool:
@@ -87,6 +87,11 @@ class FailureReason(StrEnum):
     @property
     def hint(self) -> str:
         return _TRAITS[self][2]
+
+    @property
+    def calls_for_precision(self) -> bool:
+        """True for a failure that another level may not have."""
+        return self in {FailureReason.NON_FINITE_LOSS, FailureReason.DIVERGED}
 
 
 _TRAITS: dict[FailureReason, tuple[bool, Blame, str]] = {

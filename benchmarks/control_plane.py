@@ -1,4 +1,4 @@
-"""Time the control plane's HTTP API on SQLite: submissions, reads and `/healthz`, with an empty queue and a long one.
+"""Time what the control plane's HTTP API on SQLite answers: `/healthz`, one job, a page of jobs, with and without a history.
 
     python -m benchmarks.control_plane --tree . --tree ../before --rounds 3
 
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -21,11 +22,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import control_plane_rows as rows
-from benchmarks.control_plane_client import closed_loop
 from benchmarks.control_plane_tables import compare, options_of
 
 START_S = 60.0
+HISTORY_S = 30 * 24 * 3600
+PREFIX = "001"
+"""The ids of the jobs of a history begin so."""
 SPEC = {
     "name": "benchmark",
     "model": {"family": "gpt", "preset": "gpt-tiny"},
@@ -150,17 +152,11 @@ def _wait_for_answer(port: int, path: str, process: "subprocess.Popen[bytes]", f
 
 
 @contextmanager
-def running(
-    tree: Path, folder: Path, *, slots: int = 1, settings: dict[str, str] | None = None, reconciled: Path | None = None
-) -> Iterator[Server]:
-    """Start the server of a tree, with OCTET_* variables, and wait until it leads; end it afterwards.
-
-    reconciled: a file that the server writes once it has asked its cluster about each live attempt of the database.
-    """
+def running(tree: Path, folder: Path, *, slots: int = 1, settings: dict[str, str] | None = None) -> Iterator[Server]:
+    """Start the server of a tree, with OCTET_* variables, and wait until it leads; end it afterwards."""
     port = _free_port()
     script = Path(__file__).with_name("control_plane_server.py")
     command = [sys.executable, "-P", str(script), "--port", str(port), "--data-dir", str(folder), "--slots", str(slots)]
-    command += ["--reconciled", str(reconciled)] if reconciled else []
     environment = os.environ | {"PYTHONPATH": str(tree.resolve())} | (settings or {})
     with _process(command, environment, tree, folder) as process:
         _wait_for_answer(port, "/readyz", process, folder)
@@ -179,25 +175,50 @@ def latencies_ms(server: Server, request: bytes, num_requests: int) -> tuple[lis
     return times_ms, (server.cpu_s() - cpu_s) / num_requests * 1000
 
 
-def restart(tree: Path, folder: Path, num_running: int) -> dict[str, float]:
-    """Start a server on a database with running jobs; measure how long it takes until it has asked about each of them."""
-    rows.add_running(folder / "octet.db", num_running)
-    reconciled, began = folder / "reconciled", time.monotonic()
-    with running(tree, folder, slots=num_running, reconciled=reconciled) as server:
-        while not reconciled.exists():
-            if time.monotonic() > began + START_S:
-                raise RuntimeError(f"the server has not reconciled its jobs: {(folder / 'server.log').read_text()[-2000:]}")
-            time.sleep(0.01)
-        name = f"restart to reconciled, {num_running} running jobs"
-        return {f"{name} (s)": time.monotonic() - began, f"{name} (CPU s)": server.cpu_s()}
+def add_history(file: Path, num_jobs: int) -> None:
+    """Add jobs that ended one after the other in the last 30 days, each after one attempt.
+
+    All are copies of a job that is queued. Their ids sort before those that the service makes.
+    """
+    at = f"strftime('%Y-%m-%d %H:%M:%f', 'now', printf('%+f seconds', {HISTORY_S} * (1.0 * i / {num_jobs} - 1))) || '000'"
+    values = {
+        "id": _id("job"),
+        "current_attempt_id": _id("att"),
+        "state": "CASE WHEN i % 100 < 90 THEN 'succeeded' WHEN i % 100 < 97 THEN 'failed' ELSE 'cancelled' END",
+        "reason": "CASE WHEN i % 100 BETWEEN 90 AND 94 THEN 'worker_error' WHEN i % 100 IN (95, 96) THEN 'worker_lost' END",
+        **{"num_attempts": "1", "step": "10", "steps": "10", "loss": "2.5", "tokens_per_s": "1000.0"},
+        **dict.fromkeys(("created_at", "queued_at", "started_at", "reported_at", "finished_at"), at),
+    }
+    attempt = {
+        **{"id": "current_attempt_id", "job_id": "id", "epoch": "1", "pool": "pool", "workers": "1", "num_log_lines": "0"},
+        **{"state": "state", "reason": "reason"},
+        **dict.fromkeys(("created_at", "finished_at", "released_at", "first_step_at"), "finished_at"),
+    }
+    with sqlite3.connect(file, timeout=60) as database:
+        names = [row[1] for row in database.execute("PRAGMA table_info(jobs)")]
+        columns = [values.get(name, f"template.{name}") for name in names]
+        database.execute("CREATE TEMP TABLE template AS SELECT * FROM jobs WHERE state = 'queued' LIMIT 1")
+        database.execute(
+            f"WITH RECURSIVE copies(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM copies WHERE i + 1 < {num_jobs}) "
+            f"INSERT INTO jobs ({', '.join(names)}) SELECT {', '.join(columns)} FROM copies, template"
+        )
+        database.execute(
+            f"INSERT INTO attempts ({', '.join(attempt)}) SELECT {', '.join(attempt.values())} FROM jobs "
+            f"WHERE id LIKE 'job_{PREFIX}%' AND current_attempt_id IS NOT NULL"
+        )
+    database.close()
+
+
+def _id(kind: str) -> str:
+    """Write the SQL of an id: 26 characters after the kind, which sort by `i`."""
+    return f"'{kind}_{PREFIX}' || printf('%08x', i) || '0123456789abcde'"
 
 
 def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[str, float]:
     """Measure one server once. The keys name figure and unit."""
-    request = submission(corpus)
     figures = {"memory, idle, without Ray (MiB)": server.memory_mib()}
     connection = Connection(server.port)
-    ids = [json.loads(connection.ask(request, status=201))["id"] for _ in range(60)]
+    ids = [json.loads(connection.ask(submission(corpus), status=201))["id"] for _ in range(60)]
     connection.close()
 
     def latency(name: str, path: str, num_requests: int = options.requests) -> None:
@@ -206,29 +227,14 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[s
         figures[f"{name}, p99 (ms)"] = statistics.quantiles(times_ms, n=100)[98]
         figures[f"{name}: CPU of each (ms)"] = cpu_ms
 
-    def submit(name: str, num_connections: int) -> None:
-        cpu_s = server.cpu_s()
-        load = closed_loop([server.port], lambda _: request, num_connections, options.seconds, status=201)
-        figures[f"submissions, {name} (1/s)"] = load.per_s
-        figures[f"submissions, {name}: CPU of each (ms)"] = (server.cpu_s() - cpu_s) / len(load.latencies_ms) * 1000
-
     latency("/healthz", "/healthz")
     latency("one job", f"/v1/jobs/{ids[-1]}")
     latency("page of 50", "/v1/jobs?limit=50")
-    submit("1 connection", 1)
-    submit(f"{options.connections} connections", options.connections)
     if options.history:
-        rows.add_history(server.database, options.history)
+        add_history(server.database, options.history)
         name = f"{options.history} jobs"
         latency(f"page of 50, {name}", "/v1/jobs?limit=50")
         latency(f"one job, {name}", f"/v1/jobs/{ids[-1]}")
-        latency(f"/metrics, {name}", "/metrics", max(10, options.requests // 10))
-    if options.queued:
-        rows.lengthen_queue(server.database, options.queued)
-        name = f"{options.queued} queued"
-        submit(f"{options.connections} connections, {name}", options.connections)
-        latency(f"last job, {name}", f"/v1/jobs/{ids[-1]}")
-        latency(f"page of 50, {name}", "/v1/jobs?limit=50")
         latency(f"/metrics, {name}", "/metrics", max(10, options.requests // 10))
     return figures
 
@@ -236,18 +242,13 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[s
 def main() -> int:
     """Print the table."""
     parser = options_of(__doc__)
-    parser.add_argument("--seconds", type=float, default=5, help="duration of each measurement of submissions")
     parser.add_argument("--requests", type=int, default=300, help="requests of each measurement of latency")
-    parser.add_argument("--connections", type=int, default=16)
-    parser.add_argument("--queued", type=int, default=100_000, help="jobs of the long queue; 0 leaves it out")
     parser.add_argument("--history", type=int, default=1_000_000, help="jobs that ended before; 0 leaves them out")
-    parser.add_argument("--running", type=int, default=1000, help="running jobs that a restarted server finds; 0 leaves it out")
     options = parser.parse_args()
 
     def once(tree: Path, folder: Path, corpus: Path) -> dict[str, float]:
         with running(tree, folder) as server:
-            figures = measure(server, corpus, options)
-        return figures | (restart(tree, folder, options.running) if options.running else {})
+            return measure(server, corpus, options)
 
     return compare(options, "benchmarks.control_plane", "The control plane's HTTP API", once)
 

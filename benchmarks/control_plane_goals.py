@@ -19,20 +19,9 @@ from datetime import UTC, datetime
 from benchmarks.figures import Figure, add_write_option, command_line, write
 
 RUNS = {
-    "control_plane_submissions": [
-        "--seconds",
-        "3",
-        "--rounds",
-        "3",
-        "--processes",
-        "1",
-        "--processes",
-        "2",
-        "--processes",
-        "4",
-    ],
-    "control_plane_reports": ["--seconds", "3", "--rounds", "3", "--batch", "0", "--streams", "1000", "--events", "20"],
-    "control_plane": ["--seconds", "2", "--rounds", "1", "--requests", "300", "--queued", "0", "--running", "0"],
+    "control_plane_submissions": "--seconds 3 --rounds 3 --processes 1 --processes 2 --processes 4",
+    "control_plane_reports": "--seconds 3 --rounds 3 --streams 1000 --events 20",
+    "control_plane": "--rounds 1 --requests 300",
 }
 FLOORS: dict[str, tuple[str, float] | None] = {
     "sqlite: 16 connections (1/s)": (">=", 800),
@@ -95,7 +84,7 @@ def main() -> int:
     began, load = time.monotonic(), os.getloadavg()[0]
     reports, speeds = [], [speed_of_machine()]
     for name, arguments in RUNS.items():
-        command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+        command = [sys.executable, "-m", f"benchmarks.{name}", *arguments.split()]
         reports.append(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
         sys.stdout.write(f"{reports[-1]}\n")
         sys.stdout.flush()

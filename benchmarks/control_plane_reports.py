@@ -1,42 +1,37 @@
-"""Time what ranks and watchers do to the control plane: heartbeats, metric samples, and many streams of one job's events.
+"""Time what ranks and watchers do to the control plane: heartbeats, and many streams of one job's events.
 
     python -m benchmarks.control_plane_reports --tree . --tree ../before
 
-The servers are those of `benchmarks.control_plane`: SQLite with synchronous=FULL, or with `--database postgresql` a PostgreSQL
-that flushes each commit; the cluster in memory. Each attempt reports over a keep-alive connection of its own, and a client of
-one thread sends what was made before, so that it is not what limits a rate; its CPU time is in the table, because it shares
-the cores with the server. The lag of an event is the time from its report's first byte to the subscriber's last, in a client
-on the same machine that reads all streams in one thread.
+The servers are those of `benchmarks.control_plane`: SQLite with synchronous=FULL; the cluster in memory. Each attempt reports
+over a keep-alive connection of its own, and a client of one thread sends what was made before, so that it is not what limits
+a rate; its CPU time is in the table, because it shares the cores with the server. The lag of an event is the time from its
+report's first byte to the subscriber's last, in a client on the same machine that reads all streams in one thread.
 """
 
 import argparse
 import hashlib
 import json
-import random
 import selectors
 import socket
 import statistics
 import threading
 import time
-from collections import deque
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import create_engine, make_url, text
+from sqlalchemy import create_engine, text
 
 from benchmarks.control_plane import Connection, Server, running, submission
 from benchmarks.control_plane_client import closed_loop
-from benchmarks.control_plane_submissions import postgresql_cpu_s, settings_for
 from benchmarks.control_plane_tables import compare, options_of
 
 TOKEN = "token-of-the-benchmark"
 NUM_ATTEMPTS = 8
 START_S = 60.0
-SETTINGS = {"OCTET_MAX_CONNECTIONS_PER_ADDRESS": "0"}
+SETTINGS = {"OCTET_MAX_CONNECTIONS_PER_ADDRESS": "0", "OCTET_SAVE_GRACE_S": "1"}
+"""The ranks are this client: none saves a checkpoint when the server ends."""
 EVENT_INTERVAL_S = 0.5
-MOST_PER_S = {0: 10_000, 20: 5000, 1000: 300}
-"""Requests that are made for each second of a load, by the number of their steps; a load ends when all are sent."""
 
 
 class Rank:
@@ -48,7 +43,6 @@ class Rank:
         self._path = f"/internal/v1/attempts/{attempt_id}/reports"
         self._epoch = epoch
         self._num_made = 0
-        self._num_steps = 0
 
     def request(self, *bodies: str) -> bytes:
         """Make the request with the next reports; one without reports is a heartbeat. The bodies are JSON."""
@@ -60,22 +54,6 @@ class Rank:
         head = f"POST {self._path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         return (head + content).encode()
-
-    def requests(self, num_requests: int, num_steps: int) -> list[bytes]:
-        """Make the next requests with so many steps each. The values have as many digits as measured ones."""
-        made = []
-        for _ in range(num_requests):
-            steps = range(self._num_steps + 1, self._num_steps + num_steps + 1)
-            self._num_steps += num_steps
-            made.append(
-                self.request(*[f'{{"kind":"step","step":{step},{_MEASURED[step % len(_MEASURED)]}}}' for step in steps])
-            )
-        return made
-
-    def forget(self, num_unsent: int, num_steps: int) -> None:
-        """Make again, next time, what the last so many requests with so many steps each said."""
-        self._num_made -= num_unsent * num_steps
-        self._num_steps -= num_unsent * num_steps
 
     def send(self, body: dict[str, Any]) -> None:
         """Send one report and wait for the answer."""
@@ -92,23 +70,13 @@ class Rank:
         self.send(fields | dict.fromkeys(names, 0))
 
 
-def _measured(seed: int) -> str:
-    draw = random.Random(seed).random
-    values = {"loss": 2 + draw(), "gradient_norm": draw(), "learning_rate": draw() / 1000, "tokens": 4096}
-    return json.dumps({**values, "step_time_s": 0.1 + draw() / 100, "data_wait_s": draw() / 1000})[1:-1]
-
-
-_MEASURED = [_measured(seed) for seed in range(997)]
-
-
-def ranks_of(server: Server, corpus: Path, url: str | None) -> tuple[list[Rank], list[str]]:
+def ranks_of(server: Server, corpus: Path) -> tuple[list[Rank], list[str]]:
     """Submit jobs, wait until the cluster in memory has them, and give their attempts a token that we know."""
     connection = Connection(server.port)
     ids = [json.loads(connection.ask(submission(corpus), status=201))["id"] for _ in range(NUM_ATTEMPTS)]
     connection.close()
     deadline = time.monotonic() + START_S
-    parsed = make_url(url or f"sqlite:///{server.database}")
-    engine = create_engine(parsed.set(drivername="postgresql+psycopg") if url else parsed)
+    engine = create_engine(f"sqlite:///{server.database}")
     found = text("SELECT job_id, id, epoch FROM attempts WHERE state = 'starting'")
     attempts: dict[str, tuple[str, int]] = {}
     while len(attempts) < NUM_ATTEMPTS:
@@ -126,31 +94,19 @@ def ranks_of(server: Server, corpus: Path, url: str | None) -> tuple[list[Rank],
     return ranks, ids
 
 
-def report_load(
-    server: Server, ranks: list[Rank], duration_s: float, name: str, num_steps: int, url: str | None
-) -> dict[str, float]:
-    """Let all ranks report at once, each over a connection of its own. All requests are made before.
+def heartbeat_load(server: Server, ranks: list[Rank], duration_s: float) -> dict[str, float]:
+    """Let all ranks send heartbeats at once, each over a connection of its own.
 
-    num_steps: in each batch; 0 for heartbeats. url: of the server's PostgreSQL.
-    Returns batches or samples per second, and the CPU ms of each batch.
+    Returns heartbeats per second, and the CPU ms of each.
     """
-    num_requests = int(MOST_PER_S[num_steps] * duration_s / len(ranks)) + 1
-    waiting = [deque(rank.requests(num_requests, num_steps)) for rank in ranks]
-    cpu_s, database_cpu_s = server.cpu_s(), postgresql_cpu_s(url) if url else 0.0
-    load = closed_loop(
-        [server.port], lambda number: waiting[number].popleft() if waiting[number] else None, len(ranks), duration_s
-    )
-    num_batches = len(load.latencies_ms)
-    for rank, unsent in zip(ranks, waiting, strict=True):
-        rank.forget(len(unsent), num_steps)
-    figures = {
-        f"{name} (1/s)": load.per_s * (num_steps or 1),
-        f"{name}: CPU of each, server (ms)": (server.cpu_s() - cpu_s) / num_batches * 1000,
+    requests = [rank.request() for rank in ranks]
+    cpu_s, name = server.cpu_s(), f"heartbeats, {NUM_ATTEMPTS} connections"
+    load = closed_loop([server.port], lambda number: requests[number], len(ranks), duration_s)
+    return {
+        f"{name} (1/s)": load.per_s,
+        f"{name}: CPU of each, server (ms)": (server.cpu_s() - cpu_s) / load.num_answers * 1000,
         f"{name}: CPU of each, client (ms)": load.client_cpu_ms,
     }
-    if url:
-        figures[f"{name}: CPU of each, PostgreSQL (ms)"] = (postgresql_cpu_s(url) - database_cpu_s) / num_batches * 1000
-    return figures
 
 
 def event_lags(server: Server, rank: Rank, job_id: str, num_streams: int, num_events: int) -> tuple[list[float], list[float]]:
@@ -196,13 +152,10 @@ def event_lags(server: Server, rank: Rank, job_id: str, num_streams: int, num_ev
     return lags_ms, reports_ms
 
 
-def measure(server: Server, corpus: Path, options: argparse.Namespace, url: str | None) -> dict[str, float]:
-    """Measure one server once. The keys name figure and unit. url: of its PostgreSQL."""
-    ranks, job_ids = ranks_of(server, corpus, url)
-    figures: dict[str, float] = {}
-    for size in options.batch or MOST_PER_S:
-        name = f"metric samples, batches of {size}" if size else f"heartbeats, {NUM_ATTEMPTS} connections"
-        figures |= report_load(server, ranks, options.seconds, name, size, url)
+def measure(server: Server, corpus: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Measure one server once. The keys name figure and unit."""
+    ranks, job_ids = ranks_of(server, corpus)
+    figures = heartbeat_load(server, ranks, options.seconds)
     if not options.streams:
         return figures
     lags_ms, reports_ms = event_lags(server, ranks[0], job_ids[0], options.streams, options.events)
@@ -216,21 +169,14 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace, url: str 
 def main() -> int:
     """Print the table."""
     parser = options_of(__doc__)
-    parser.add_argument("--database", choices=["sqlite", "postgresql"], default="sqlite")
-    parser.add_argument(
-        "--batch", type=int, choices=sorted(MOST_PER_S), action="append", help="steps of a batch (default: all)"
-    )
     parser.add_argument("--seconds", type=float, default=5, help="duration of each measurement of reports")
     parser.add_argument("--streams", type=int, default=1000, help="open streams of events; 0 leaves them out")
     parser.add_argument("--events", type=int, default=20)
     options = parser.parse_args()
 
     def once(tree: Path, folder: Path, corpus: Path) -> dict[str, float]:
-        with (
-            settings_for(options.database) as settings,
-            running(tree, folder, slots=NUM_ATTEMPTS, settings=SETTINGS | settings) as server,
-        ):
-            return measure(server, corpus, options, settings.get("OCTET_DATABASE_URL"))
+        with running(tree, folder, slots=NUM_ATTEMPTS, settings=SETTINGS) as server:
+            return measure(server, corpus, options)
 
     title = "Reports and streams of the control plane"
     return compare(options, "benchmarks.control_plane_reports", title, once)

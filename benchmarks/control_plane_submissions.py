@@ -1,10 +1,10 @@
-"""Time submissions alone, on SQLite and PostgreSQL: as many as the server takes, and 200 per second with their latency.
+"""Time submissions alone, on SQLite and PostgreSQL: as many as the server takes.
 
     python -m benchmarks.control_plane_submissions --tree ../before --tree . --rounds 3
 
 Each tree (a checkout) gets a server and a database of its own and they take turns. Every job has a name and a learning rate
-of its own, as in a sweep; `--corpora N` spreads them over N data sets. Both databases flush each commit: SQLite to the disk of
-`--folder`, PostgreSQL to that of the temporary folder. The client is one thread that sends prepared bytes; its CPU time is in
+of its own, as in a sweep. Both databases flush each commit: SQLite to the disk of `--folder`, PostgreSQL to that of the
+temporary folder. The client is one thread that sends prepared bytes; its CPU time is in
 the table, because it shares the cores with the server, and so is that of PostgreSQL's processes.
 """
 
@@ -17,30 +17,26 @@ from itertools import count
 from pathlib import Path
 
 from benchmarks.control_plane import SPEC, Server, running, running_apis
-from benchmarks.control_plane_client import Make, closed_loop, paced
+from benchmarks.control_plane_client import Make, closed_loop
 from benchmarks.control_plane_tables import compare, options_of
 from tests.service.postgres_server import running_server
 
 WARM_UP_S = 1.0
 
 
-def submissions(corpora: list[Path], *, with_keys: bool = False) -> Make:
-    """Prepare requests of jobs that differ in their names and learning rates. with_keys: each has an Idempotency-Key."""
-    templates = []
-    for corpus in corpora:
-        training = {**SPEC["training"], "optimizer": {"learning_rate": 0.1111}}
-        body = json.dumps(
-            {**SPEC, "name": "job-00000000", "training": training, "data": {"source": "text", "path": str(corpus)}}
-        )
-        head = "POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        head += "Idempotency-Key: key-00000000\r\n" if with_keys else ""
-        request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode().replace(b"%", b"%%")
-        templates.append(request.replace(b"00000000", b"%(number)08d").replace(b"0.1111", b"0.%(rate)04d"))
+def submissions(corpus: Path) -> Make:
+    """Prepare requests of jobs that differ in their names and learning rates."""
+    training = {**SPEC["training"], "optimizer": {"learning_rate": 0.1111}}
+    data = {"source": "text", "path": str(corpus)}
+    body = json.dumps({**SPEC, "name": "job-00000000", "training": training, "data": data})
+    head = "POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode().replace(b"%", b"%%")
+    template = request.replace(b"00000000", b"%(number)08d").replace(b"0.1111", b"0.%(rate)04d")
     numbers = count(1)
 
     def make(_: int) -> bytes:
         number = next(numbers)
-        return templates[number % len(templates)] % {b"number": number, b"rate": number % 9999 + 1}
+        return template % {b"number": number, b"rate": number % 9999 + 1}
 
     return make
 
@@ -60,13 +56,13 @@ def _ticks(pid: int, *, with_ended: bool) -> int:
     return sum(map(int, fields[11 : 15 if with_ended else 13]))
 
 
-def measure(server: Server, corpora: list[Path], options: argparse.Namespace, url: str | None) -> dict[str, float]:
+def measure(server: Server, corpus: Path, options: argparse.Namespace, url: str | None) -> dict[str, float]:
     """Measure one server once. The keys name figure and unit. url: of its PostgreSQL."""
-    make = submissions(corpora, with_keys=options.keys)
+    make = submissions(corpus)
     closed_loop([server.port], make, options.connections, WARM_UP_S, status=201)
     cpu_s, database_cpu_s = server.cpu_s(), postgresql_cpu_s(url) if url else 0.0
     load = closed_loop([server.port], make, options.connections, options.seconds, status=201)
-    number = len(load.latencies_ms)
+    number = load.num_answers
     figures = {
         f"{options.connections} connections (1/s)": load.per_s,
         "CPU of each: server (ms)": (server.cpu_s() - cpu_s) / number * 1000,
@@ -74,20 +70,17 @@ def measure(server: Server, corpora: list[Path], options: argparse.Namespace, ur
     }
     if url:
         figures["CPU of each: PostgreSQL (ms)"] = (postgresql_cpu_s(url) - database_cpu_s) / number * 1000
-    load = paced(server.port, make, options.rate, options.seconds, status=201)
-    for percent in (50, 99):
-        figures[f"at {options.rate:g}/s, p{percent} (ms)"] = load.percentile_ms(percent)
     return figures
 
 
-def measure_apis(servers: list[Server], corpora: list[Path], options: argparse.Namespace, url: str) -> dict[str, float]:
+def measure_apis(servers: list[Server], corpus: Path, options: argparse.Namespace, url: str) -> dict[str, float]:
     """Measure several processes of `octet api` on one PostgreSQL, which get the connections in turns."""
-    make, ports = submissions(corpora, with_keys=options.keys), [server.port for server in servers]
+    make, ports = submissions(corpus), [server.port for server in servers]
     num_connections = options.connections * len(servers)
     closed_loop(ports, make, num_connections, WARM_UP_S, status=201)
     cpu_s, database_cpu_s = sum(server.cpu_s() for server in servers), postgresql_cpu_s(url)
     load = closed_loop(ports, make, num_connections, options.seconds, status=201)
-    number, name = len(load.latencies_ms), f"{len(servers)} api processes"
+    number, name = load.num_answers, f"{len(servers)} api processes"
     return {
         f"{name} (1/s)": load.per_s,
         f"{name}: CPU of each: servers (ms)": (sum(server.cpu_s() for server in servers) - cpu_s) / number * 1000,
@@ -111,27 +104,21 @@ def main() -> int:
     parser.add_argument("--database", choices=["sqlite", "postgresql"], action="append", help="repeat it for both (default)")
     parser.add_argument("--seconds", type=float, default=5, help="duration of each measurement")
     parser.add_argument("--connections", type=int, default=16)
-    parser.add_argument("--rate", type=float, default=200, help="submissions per second of the measurement of latency")
-    parser.add_argument("--keys", action="store_true", help="send an Idempotency-Key with each, as the client does")
     parser.add_argument("--processes", type=int, action="append", help="of `octet api` on one PostgreSQL; repeat it")
-    parser.add_argument("--corpora", type=int, default=1, help="data sets that the jobs take turns in reading")
     options = parser.parse_args()
 
     def once(tree: Path, folder: Path, corpus: Path) -> dict[str, float]:
-        corpora = [corpus, *(folder / f"corpus-{number}.txt" for number in range(1, options.corpora))]
-        for other in corpora[1:]:
-            other.write_bytes(corpus.read_bytes())
         figures = {}
         for database in options.database or ["sqlite", "postgresql"]:
             with settings_for(database) as settings, running(tree, folder, settings=settings) as server:
-                measured = measure(server, corpora, options, settings.get("OCTET_DATABASE_URL"))
+                measured = measure(server, corpus, options, settings.get("OCTET_DATABASE_URL"))
                 figures |= {f"{database}: {name}": value for name, value in measured.items()}
         for number in options.processes or []:
             with (
                 running_server(is_durable=True) as url,
                 running_apis(tree, folder, url, number) as servers,
             ):
-                measured = measure_apis(servers, corpora, options, url)
+                measured = measure_apis(servers, corpus, options, url)
                 figures |= {f"postgresql: {name}": value for name, value in measured.items()}
         return figures
 

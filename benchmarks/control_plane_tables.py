@@ -1,11 +1,9 @@
 """Share among the benchmarks of the control plane: their options, rounds in which the trees take turns, and the table."""
 
 import argparse
-import json
 import os
 import sqlite3
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -40,18 +38,6 @@ def compare(options: argparse.Namespace, module: str, title: str, measure: Measu
                     found.setdefault(figure, [[] for _ in trees])[number].append(value)
     sys.stdout.write(_table(f"{title}, {datetime.now(UTC):%Y-%m-%d}", module, trees, found, options.rounds))
     return 0
-
-
-def cpu_by_module(module: str, *arguments: str) -> Measure:
-    """Return a measure that runs a module with `--corpus` on a tree: the microseconds by name that it prints as JSON."""
-
-    def once(tree: Path, _folder: Path, corpus: Path) -> dict[str, float]:
-        path = os.pathsep.join([str(tree.resolve()), str(Path(__file__).parents[1])])
-        command = [sys.executable, "-P", "-m", module, "--corpus", str(corpus), *arguments]
-        output = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True, capture_output=True).stdout
-        return {f"CPU of each {name} (µs)": value for name, value in json.loads(output).items()}
-
-    return once
 
 
 def _table(title: str, module: str, trees: list[Path], found: dict[str, list[list[float]]], num_rounds: int) -> str:

@@ -144,10 +144,10 @@ def exchange_s(num_bytes: float, num_ranks: int) -> float:
     return max(num_bytes * (inside - 1) / num_ranks / NVLINK_BYTES_PER_S, through_port)
 
 
-def step_time(sizes: GPTSizes, run: Run, num_ranks: int, num_micro_batches: int = 1) -> StepTime:
-    """Return the time of a step of `num_micro_batches` of one sequence each on every rank.
+def step_time(sizes: GPTSizes, run: Run, num_ranks: int) -> StepTime:
+    """Return the time of a step of one sequence on every rank.
 
-    The exchange hides behind the last micro-batch's backward pass (two thirds of its time), at stages 2 and 3 behind each.
+    The exchange hides behind the backward pass (two thirds of the time).
     Gathers of stages 0 to 2 hide behind nothing; those of stage 3 hide behind the passes.
     """
     traffic = run.traffic(sizes)
@@ -155,13 +155,11 @@ def step_time(sizes: GPTSizes, run: Run, num_ranks: int, num_micro_batches: int 
     one_s = compute_s(sizes, run.level, sizes.max_sequence_length)
     exchanged, gathered = traffic.sent_by("exchange") * whole, traffic.sent_by("gather") * whole
     exposed_s = max(0.0, exchange_s(exchanged, num_ranks) - one_s * 2 / 3)
-    if run.zero_stage >= 2:
-        exposed_s *= num_micro_batches
     if run.zero_stage == 3:
-        exposed_s += num_micro_batches * max(0.0, gather_s(gathered, num_ranks) - one_s)
+        exposed_s += max(0.0, gather_s(gathered, num_ranks) - one_s)
     else:
         exposed_s += gather_s(gathered, num_ranks)
-    return StepTime(num_micro_batches * one_s, optimizer_s(sizes, run, num_ranks), exposed_s)
+    return StepTime(one_s, optimizer_s(sizes, run, num_ranks), exposed_s)
 
 
 RUNS = (
@@ -209,7 +207,7 @@ def scaling_table(sizes: GPTSizes) -> list[str]:
     return table("run, GPUs, step (s), not hidden, k tokens/s of a GPU, to 8 GPUs, speed to bf16-amp", rows)
 
 
-def stage_s(run: Run, sequences: int, tensor: int = TENSOR) -> float:
+def stage_s(run: Run, sequences: int) -> float:
     """Seconds of a micro-batch of GPT-175B on one stage of the pipeline, forward and backward, with sequence parallelism.
 
     A block gathers its tokens six times (two layers forward; both and their saved inputs backward) and scatters sums four
@@ -217,8 +215,8 @@ def stage_s(run: Run, sequences: int, tensor: int = TENSOR) -> float:
     """
     m = sequences * SEQUENCE_LENGTH
     gathered_bytes = 1 if LEVELS[run.level].gradient_communication == "fp8" else 2
-    moved = (6 * gathered_bytes + 4 * 2) * m * GPT_175B.hidden_size * (tensor - 1) / tensor
-    block = block_s(GPT_175B, run.level, m, tensor) + moved / NVLINK_BYTES_PER_S
+    moved = (6 * gathered_bytes + 4 * 2) * m * GPT_175B.hidden_size * (TENSOR - 1) / TENSOR
+    block = block_s(GPT_175B, run.level, m, TENSOR) + moved / NVLINK_BYTES_PER_S
     return GPT_175B.num_layers / PIPELINE * block
 
 

@@ -1,19 +1,15 @@
-"""Time the way of a tiny job of one rank from its submission to its first step, phase by phase, and count the CPU.
+"""Time the way of a tiny job of one rank from its submission to its first step, phase by phase.
 
     python -m benchmarks.start_overhead --tree . --tree ../before --rounds 3 --write
 
-Each tree (a checkout) gets an `octet serve` of its own, with its own Ray, and the trees take turns. A bare `import torch` runs
-before each server. The first job finds a fresh server, the others one that has trained; each waits until the server's
-processes are quiet. `--trainers` compares jobs of two ranks with Ray Train's TorchTrainer: its script joins a Ray cluster that
-is up, as Ray Jobs would start it, so what Ray Jobs adds before the script is not in its time.
-
-CPU is user and system time of all the processes of a server, between one quiet moment and the next.
+Each tree (a checkout) gets an `octet serve` of its own, with its own Ray, and the trees take turns. The first job finds a
+fresh server, the others one that has trained; each waits until the server's processes are quiet. `--trainers` compares jobs
+of two ranks with Ray Train's TorchTrainer: its script joins a Ray cluster that is up, as Ray Jobs would start it, so what Ray
+Jobs adds before the script is not in its time.
 """
 
 import argparse
-import contextlib
 import os
-import resource
 import secrets
 import signal
 import socket
@@ -21,14 +17,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.figures import Figure, add_write_option, command_line, write
 from octet.client import Client
@@ -36,16 +34,13 @@ from octet.service.cluster.ray.embedded import ray_environment
 
 _READY_S = 180.0
 _JOB_S = 300.0
-_POLL_S = 0.05
-_LOOKS = 20
-_MOST_OWN_SHARE = 0.01
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _QUIET_S = 3.0
 _QUIET_SHARE = 0.25
 _QUIET_TIMEOUT_S = 40.0
 _TRAINER_S = 600.0
 NUM_RANKS, TWO_RANKS, TRAINER = 2, "job of two ranks", "TorchTrainer, two ranks"
 TO_FIRST_STEP = "submit to first step (s)"
+WaitUntilQuiet = Callable[[], None]
 PHASES = ("queue", "supervisor and placement", "process", "import torch", "model", "first step")
 
 
@@ -60,96 +55,30 @@ def spec_of(corpus: Path, num_ranks: int = 1) -> dict[str, Any]:
     }
 
 
-class CpuMeter:
-    """Counts the CPU seconds of all processes of a data folder: the server, and whatever has its Ray token.
-
-    It looks every `poll_s`, or as seldom as its own looks take a hundredth of a core; what a process uses after the last look
-    before its end is missed. A process that is known to be another's is not read again.
-    """
-
-    def __init__(self, data_dir: Path, server_pid: int, poll_s: float = _POLL_S) -> None:
-        self._poll_s = poll_s
-        self._token = str(data_dir / "ray" / "token").encode()
-        self._server_pid = server_pid
-        self._used_s: dict[tuple[int, bytes], float] = {}
-        self._num_looks: dict[tuple[int, bytes], int] = {}
-        self._others: set[str] = set()
-        self.own_s = 0.0
-        """CPU seconds of the looks themselves, which are not in `used_s`."""
-        self._began_at = time.monotonic()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> "CpuMeter":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._stopping.set()
-        self._thread.join()
-
-    def used_s(self) -> float:
-        return sum(list(self._used_s.values()))
-
-    def quiet_s(self) -> float:
-        """Wait until the processes use little; return the CPU seconds used up to then."""
-        deadline = time.monotonic() + _QUIET_TIMEOUT_S
-        while time.monotonic() < deadline:
-            before = self.used_s()
-            time.sleep(_QUIET_S)
-            if self.used_s() - before < _QUIET_SHARE * _QUIET_S:
-                break
-        return self.used_s()
-
-    @property
-    def own_share(self) -> float:
-        """The share of one core that the looks have taken since the meter was made."""
-        return self.own_s / (time.monotonic() - self._began_at)
-
-    def _run(self) -> None:
-        pause_s = self._poll_s
-        while not self._stopping.wait(pause_s):
-            began_s = time.thread_time()
-            self._look_at_all()
-            look_s = time.thread_time() - began_s
-            self.own_s += look_s
-            pause_s = max(self._poll_s, look_s / _MOST_OWN_SHARE)
-
-    def _look_at_all(self) -> None:
-        present = set(filter(str.isdigit, os.listdir("/proc")))
-        self._others &= present  # the number of a process that has ended may be used again
-        for name in present - self._others:
-            with contextlib.suppress(OSError):
-                self._look(int(name))
-
-    def _look(self, pid: int) -> None:
-        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-        key = (pid, fields[19])  # its start time: a number may be used again
-        if key not in self._used_s:
-            # A process has its own environment only after `exec`, so a new one is looked at several times.
-            looks = self._num_looks[key] = self._num_looks.get(key, 0) + 1
-            is_ours = pid == self._server_pid or (looks <= _LOOKS and self._token in _read(f"/proc/{pid}/environ"))
-            if not is_ours:
-                if looks >= _LOOKS:
-                    self._others.add(str(pid))
-                return
-        self._used_s[key] = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+def cpu_s(data_dir: Path, server_pid: int) -> float:
+    """Return the CPU seconds of the processes of a data folder: the server, and whatever has its Ray token."""
+    token, used_s = str(data_dir / "ray" / "token"), 0.0
+    for process in psutil.process_iter(["environ", "cpu_times"]):
+        environment, times = process.info["environ"] or {}, process.info["cpu_times"]
+        if times is not None and (process.pid == server_pid or token in environment.values()):
+            used_s += times.user + times.system
+    return used_s
 
 
-def _read(path: str) -> bytes:
-    """Read a file of /proc in 13 µs, where `Path.read_text` takes 48."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        content = bytearray()
-        while part := os.read(descriptor, 1 << 16):
-            content += part
-        return bytes(content)
-    finally:
-        os.close(descriptor)
+def wait_until_quiet(data_dir: Path, server_pid: int) -> None:
+    """Wait until the processes of a data folder use little CPU."""
+    deadline, before_s = time.monotonic() + _QUIET_TIMEOUT_S, cpu_s(data_dir, server_pid)
+    while time.monotonic() < deadline:
+        time.sleep(_QUIET_S)
+        now_s = cpu_s(data_dir, server_pid)
+        # What a process has used that has ended meanwhile is missing from the later sum.
+        if abs(now_s - before_s) < _QUIET_SHARE * _QUIET_S:
+            return
+        before_s = now_s
 
 
 @contextmanager
-def server_of(tree: Path, data_dir: Path, figures: dict[str, list[float]]) -> Iterator[tuple[Client, CpuMeter]]:
+def server_of(tree: Path, data_dir: Path, figures: dict[str, list[float]]) -> Iterator[tuple[Client, WaitUntilQuiet]]:
     """Start the server of a tree, note what that took, and end it afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -160,24 +89,22 @@ def server_of(tree: Path, data_dir: Path, figures: dict[str, list[float]]) -> It
     with (data_dir / "server.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, cwd=tree, stdout=log, stderr=log)
     try:
-        with CpuMeter(data_dir, process.pid) as meter, Client(f"http://127.0.0.1:{port}", patience_s=_READY_S) as client:
+        with Client(f"http://127.0.0.1:{port}", patience_s=_READY_S) as client:
             while not client.is_ready():
                 if process.poll() is not None or time.monotonic() > began + _READY_S:
                     raise RuntimeError(f"the server did not start: {(data_dir / 'server.log').read_text()}")
                 time.sleep(0.02)
             note(figures, "octet serve to ready (s)", time.monotonic() - began)
-            note(figures, "octet serve to ready (CPU s)", meter.used_s())
-            note(figures, "octet serve until quiet (CPU s)", meter.quiet_s())
-            yield client, meter
-            note(figures, "the meter's own CPU (% of a core)", 100 * meter.own_share)
+            quiet = partial(wait_until_quiet, data_dir, process.pid)
+            quiet()
+            yield client, quiet
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
 
 
-def run_job(client: Client, meter: CpuMeter, spec: dict[str, Any], name: str, figures: dict[str, list[float]]) -> None:
+def run_job(client: Client, quiet: WaitUntilQuiet, spec: dict[str, Any], name: str, figures: dict[str, list[float]]) -> None:
     """Run one job and note its phases in seconds."""
-    cpu_s = meter.used_s()
     job = client.submit(spec)
     deadline = time.monotonic() + _JOB_S
     while not (job := client.job(job.id)).state.is_terminal:
@@ -195,20 +122,7 @@ def run_job(client: Client, meter: CpuMeter, spec: dict[str, Any], name: str, fi
     note(figures, f"{name}: {TO_FIRST_STEP}", sum(seconds))
     for phase, duration_s in zip(PHASES, seconds, strict=True):
         note(figures, f"{name}: {phase} (s)", duration_s)
-    note(figures, f"{name}: until quiet (CPU s)", meter.quiet_s() - cpu_s)
-
-
-def import_torch(figures: dict[str, list[float]]) -> None:
-    """Note what a bare import of torch takes in a new process."""
-
-    def cpu_s() -> float:
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return used.ru_utime + used.ru_stime
-
-    began, cpu_before_s = time.monotonic(), cpu_s()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    note(figures, "python -c 'import torch' (s)", time.monotonic() - began)
-    note(figures, "python -c 'import torch' (CPU s)", cpu_s() - cpu_before_s)
+    quiet()
 
 
 def note(figures: dict[str, list[float]], name: str, value: float) -> None:
@@ -218,8 +132,8 @@ def note(figures: dict[str, list[float]], name: str, value: float) -> None:
 
 
 @contextmanager
-def trainer_cluster(folder: Path) -> Iterator[tuple[dict[str, str], str, CpuMeter]]:
-    """Start a Ray cluster; yield the environment of its processes, its address, and the meter of their CPU."""
+def trainer_cluster(folder: Path) -> Iterator[tuple[dict[str, str], str, WaitUntilQuiet]]:
+    """Start a Ray cluster; yield the environment of its processes, its address, and what waits until they are quiet."""
     token = folder / "ray" / "token"
     token.parent.mkdir(parents=True)
     token.write_text(secrets.token_hex(32))
@@ -233,36 +147,38 @@ def trainer_cluster(folder: Path) -> Iterator[tuple[dict[str, str], str, CpuMete
         subprocess.Popen(
             [sys.executable, "-c", keep], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
         ) as cluster,
-        CpuMeter(folder, cluster.pid, poll_s=0.5) as meter,
     ):
         try:
             assert cluster.stdout is not None
             address = cluster.stdout.readline().decode().strip()
             if not address:
                 raise RuntimeError(f"Ray did not start: {(folder / 'cluster.log').read_text()}")
-            meter.quiet_s()
-            yield environment, address, meter
+            quiet = partial(wait_until_quiet, folder, cluster.pid)
+            quiet()
+            yield environment, address, quiet
         finally:
             cluster.communicate()
 
 
-def compare_two_ranks(client: Client, meter: CpuMeter, folder: Path, num_runs: int, figures: dict[str, list[float]]) -> None:
+def compare_two_ranks(
+    client: Client, quiet: WaitUntilQuiet, folder: Path, num_runs: int, figures: dict[str, list[float]]
+) -> None:
     """Run a job of two ranks and Ray Train's TorchTrainer in turns, each on its own cluster, the other one idle."""
     corpus = folder / "corpus.txt"
-    with trainer_cluster(folder / "t") as (environment, address, trainer_meter):
+    with trainer_cluster(folder / "t") as (environment, address, trainer_quiet):
         for number in range(num_runs):
-            run_job(client, meter, spec_of(corpus, NUM_RANKS), TWO_RANKS, figures)
+            run_job(client, quiet, spec_of(corpus, NUM_RANKS), TWO_RANKS, figures)
             of_run = folder / "t" / str(number)
             of_run.mkdir()
             command = [sys.executable, "-m", "benchmarks.torch_trainer", "--address", address, "--folder", str(of_run)]
-            began, cpu_s = time.time(), trainer_meter.used_s()
+            began = time.time()
             with (of_run / "log").open("wb") as log:
                 ended = subprocess.run(
                     command, check=True, stdout=subprocess.PIPE, stderr=log, env=environment, timeout=_TRAINER_S
                 )
             seconds = float(ended.stdout.split()[-1]) - began
             note(figures, f"{TRAINER}: script to first step (s)", seconds)
-            note(figures, f"{TRAINER}: until quiet (CPU s)", trainer_meter.quiet_s() - cpu_s)
+            trainer_quiet()
             note(figures, f"{TWO_RANKS} / {TRAINER}: to first step", figures[f"{TWO_RANKS}: {TO_FIRST_STEP}"][-1] / seconds)
 
 
@@ -270,12 +186,11 @@ def measure(tree: Path, folder: Path, num_jobs: int, num_trainers: int, figures:
     """Measure one server of a tree: its start, `num_jobs` jobs one after the other, and `num_trainers` comparisons."""
     corpus = folder / "corpus.txt"
     corpus.write_text("text to train on\n" * 1000)
-    import_torch(figures)
-    with server_of(tree, folder / "data", figures) as (client, meter):
+    with server_of(tree, folder / "data", figures) as (client, quiet):
         for number in range(num_jobs):
-            run_job(client, meter, spec_of(corpus), "later job" if number else "first job", figures)
+            run_job(client, quiet, spec_of(corpus), "later job" if number else "first job", figures)
         if num_trainers:
-            compare_two_ranks(client, meter, folder, num_trainers, figures)
+            compare_two_ranks(client, quiet, folder, num_trainers, figures)
 
 
 def table(trees: list[Path], found: list[dict[str, list[float]]], num_rounds: int) -> str:

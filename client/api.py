@@ -26,6 +26,7 @@ import httpx
 from pydantic import ValidationError
 
 from octet.api_schemas import (
+    Alert,
     Attempt,
     Checkpoint,
     CheckpointFile,
@@ -220,7 +221,8 @@ class Client:
     def change(self, job_id: str, patch: Mapping[str, Any]) -> Job:
         """Change a job's labels, and the priority of one that is not over: {"priority": 70, "labels": {"team": "research"}}.
 
-        Labels that are left out stay; None as a value removes one.
+        Labels that are left out stay; None as a value removes one. {"precision": {"level": "O2"}} lets it go on at another
+        level, and {"resources": {"max_slot_hours": 20}} changes its limit.
         """
         answer = self._connection.request("PATCH", _path(job_id), document=dict(patch), patience_s=self._patience_s)
         return read(Job, answer)
@@ -369,6 +371,10 @@ class Client:
     def pools(self) -> Iterator[Pool]:
         """Iterate over the pools, with their slots and queues."""
         return self._items("/v1/pools", Page[Pool])
+
+    def alerts(self) -> list[Alert]:
+        """Return the alerts that fire, critical ones first, at most a hundred."""
+        return list(read(Page[Alert], self._connection.request("GET", "/v1/alerts", patience_s=self._patience_s)).data)
 
     def create_key(self, wanted: KeySpec) -> NewApiKey:
         """Make an API key. Its secret is in this answer alone, so a lost answer is not asked for again: list, and revoke."""

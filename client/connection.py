@@ -18,13 +18,15 @@ from octet.client.sse import ServerSentEvent, parse_sse
 
 Shown = TypeVar("Shown", bound=Contract)
 
-TRIED_AGAIN = (httpx.TransportError, httpx.HTTPStatusError)  # HTTPStatusError is raised for 408 and 5xx only
+TRIED_AGAIN = (httpx.TransportError, httpx.HTTPStatusError)  # HTTPStatusError is raised for 408, 429 and 5xx only
+_PASSING = {httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS}
+"""Refusals of one who was too slow, or of one who sent too much at once."""
 _CHUNK_BYTES = 1 << 20
 LONGEST_SILENCE_S = 60.0  # a live event stream is never silent for longer: the server sends keep-alive comments
 
 
 class Connection:
-    """An httpx client with our rules: a lost connection, 408 or 5xx is tried again, another 4xx raises ApiError."""
+    """An httpx client with our rules: a lost connection, 408, 429 or 5xx is tried again, another 4xx raises ApiError."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float, transport: httpx.BaseTransport | None) -> None:
         self.url = url.rstrip("/")
@@ -101,7 +103,7 @@ class Connection:
         """Sleep before the next try, or raise the error if no try is left."""
         delay_s = next(delays, None)
         if delay_s is not None:
-            time.sleep(delay_s)
+            time.sleep(max(delay_s, _retry_after_s(error)))
         elif isinstance(error, httpx.HTTPStatusError):
             raise _refusal(error.response) from error
         else:
@@ -135,11 +137,19 @@ def read_message(model: type[Shown], message: ServerSentEvent) -> Shown:
 
 
 def _checked(response: httpx.Response) -> httpx.Response:
-    if response.is_server_error or response.status_code == httpx.codes.REQUEST_TIMEOUT:  # sent to one who was too slow
+    if response.is_server_error or response.status_code in _PASSING:
         response.raise_for_status()
     if not response.is_success:
         raise _refusal(response)
     return response
+
+
+def _retry_after_s(error: Exception) -> float:
+    """Return the seconds after which a 429 may be sent again; 0 for every other error."""
+    if not isinstance(error, httpx.HTTPStatusError) or error.response.status_code != httpx.codes.TOO_MANY_REQUESTS:
+        return 0.0
+    given = error.response.headers.get("retry-after", "")
+    return float(given) if given.isdecimal() else 0.0
 
 
 def _refusal(response: httpx.Response) -> OctetError:

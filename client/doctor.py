@@ -1,4 +1,4 @@
-"""Look at this machine and at its server, for `octet doctor`: packages, devices, the server with its pools, ports, disk.
+"""Look at this machine and at its server, for `octet doctor`: packages, devices, the server, its pools and alerts, ports, disk.
 
 The client loads no torch. A process of its own asks torch for its devices, because a driver that torch cannot use looks well
 to `nvidia-smi`.
@@ -140,7 +140,7 @@ def _output(command: list[str]) -> str | None:
 def _server(client: Client) -> tuple[list[Check], bool]:
     """Look at the server and its pools. Return True too if one answers."""
     try:
-        pools = list(client.pools())
+        pools, alerts = list(client.pools()), client.alerts()
     except OctetError as error:
         reason, _, hint = str(error).partition("\n")
         is_up = isinstance(error, ApiError)
@@ -161,6 +161,9 @@ def _server(client: Client) -> tuple[list[Check], bool]:
         hint = "start nodes, or correct the pool's slots: a job that needs more than nodes offer waits"
         found += f"; nodes offer {pool.slots_present}"
         checks.append(Check(part=f"pool {pool.name}", standing="note", found=found, hint=hint))
+    for alert in alerts:
+        weight: Standing = "bad" if alert.severity == "critical" else "note"
+        checks.append(Check(part="alert", standing=weight, found=f"{alert.name}: {alert.summary}", hint=f"See {alert.runbook}"))
     return checks, True
 
 

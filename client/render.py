@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from octet.api_schemas import Attempt, Checkpoint, Event, Export, Job, JobState, LogLine, Pool
+from octet.api_schemas import Alert, Attempt, Checkpoint, Event, Export, Job, JobState, LogLine, Pool
 from octet.api_schemas.catalog import ModelFamily
 from octet.api_schemas.comparison import Comparison
 from octet.api_schemas.comparison_report import ComparisonReport
@@ -73,6 +73,16 @@ def reasons(rows: Iterable[Row]) -> Group:
         if row.why and row.state in (JobState.QUEUED, JobState.FAILED):
             what = "waits" if row.state is JobState.QUEUED else f"failed, {row.reason}"
             lines.append(short(f"{row.name} {what}: {row.why}"))
+    return Group(*lines)
+
+
+def alert_lines(alerts: Iterable[Alert]) -> Group:
+    """A line for each alert: what is wrong, for how long, and where to read what to do."""
+    lines = []
+    for alert in alerts:
+        lasts = "" if alert.since is None else f", for {age(alert.since)}"
+        style = "bold red" if alert.severity == "critical" else "yellow"
+        lines.append(Text(one_line(f"{alert.severity}: {alert.summary}{lasts}. {alert.runbook}"), style=style))
     return Group(*lines)
 
 

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import version
 from typing import Any
 
+from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import Depends, FastAPI, Response
 from fastapi import Request as HttpRequest
@@ -18,6 +19,7 @@ from octet.api_schemas.plan import PlanRequest
 from octet.service import page
 from octet.service.access.audit import Audit
 from octet.service.access.authentication import Authentication
+from octet.service.access.rates import Rates
 from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
 from octet.service.deps import AppContext, require_admin, require_api_key, require_scraper
@@ -28,6 +30,7 @@ from octet.service.http.problems import answers, install
 from octet.service.http.streams import Streams
 from octet.service.ingest.app import Ingest, route_to
 from octet.service.jobs.admission import Admission
+from octet.service.jobs.check_processes import CheckProcesses
 from octet.service.jobs.planning import Planning
 from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.rows import RowTotals, Sparklines
@@ -63,27 +66,35 @@ def create_app(
     wake: Callable[[], None] = lambda: None,
     loops: LoopHealth | None = None,
     planning: Planning | None = None,
+    checks: CheckProcesses | None = None,
 ) -> FastAPI:
-    """Build the API over a database. A dispatcher in this process has `wake`, counts `loops` and lends its `planning`."""
+    """Build the API over a database. A dispatcher in this process has `wake`, counts `loops` and lends its `planning`.
+
+    checks: processes that the app shares with others, and does not end.
+    """
 
     telemetry = Telemetry(settings, database)
     streams = Streams(database, 3 * settings.max_connections // 4, 3 * settings.max_connections_per_address // 4)
     if loops is not None:
         telemetry.registry.register(loops)
     plans_of_app = planning or Planning(settings)
+    checks_of_app = checks or CheckProcesses()
     telemetry.registry.register(plans_of_app)
     database.observe = telemetry.process.observe_transaction
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         database.migrate()
-        async with telemetry.process.watching_the_loop():
-            yield
-        await streams.close()
-        await run_sync(authentication.drain)
-        await run_sync(kept_audit.drain)
-        if planning is None:
-            await run_sync(plans_of_app.close)
+        if checks is None:
+            await run_sync(checks_of_app.start)
+        try:
+            async with telemetry.process.watching_the_loop():
+                yield
+            await streams.close()
+        finally:  # also where a second signal cancels this
+            own = [part.close for part, given in ((plans_of_app, planning), (checks_of_app, checks)) if given is None]
+            for end in (authentication.drain, kept_audit.drain, *own):
+                await run_sync(end)
 
     app = _empty_app(lifespan)
 
@@ -95,8 +106,8 @@ def create_app(
     kept_audit = Audit(database, telemetry.registry)
     places = QueuePlaces(database, settings)
     submissions = Submissions(database, show)
-    parts = (Admission(settings), submissions, places, Sparklines(), RowTotals(), plans_of_app, authentication)
-    context = AppContext(settings, database, wake, *parts)
+    parts = (Admission(settings, checks_of_app), submissions, places, Sparklines(), RowTotals(), plans_of_app, authentication)
+    context = AppContext(settings, database, wake, *parts, Rates(settings.requests_per_s), CapacityLimiter(1))
     app.state.context = context
     app.state.telemetry = telemetry
     app.state.streams = streams
@@ -117,7 +128,7 @@ def _add_routes(app: FastAPI) -> list[BaseRoute]:
     checked += [(operations.metrics, require_scraper), (prometheus.router, require_scraper)]
     checked += [(keys.router, require_admin), (audit.router, require_admin)]
     for router, check in checked:
-        app.include_router(router, dependencies=[check], responses=answers(401, 403))
+        app.include_router(router, dependencies=[check], responses=answers(401, 403, 429))
     routers = [*(router for router, _ in checked), operations.health, reference.router]
     app.include_router(operations.health)
     app.include_router(reference.router)

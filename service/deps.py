@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
+from anyio import CapacityLimiter
 from fastapi import Depends, Header, Request, Security
 from fastapi.openapi.models import HTTPBearer as HTTPBearerModel
 from fastapi.security.base import SecurityBase
 
 from octet.service.access.authentication import Authentication
 from octet.service.access.principal import Principal, Right
+from octet.service.access.rates import Rates, cost_of
 from octet.service.db.engine import Database
 from octet.service.errors import Forbidden, NotFound
 from octet.service.jobs.admission import Admission
@@ -30,7 +32,8 @@ class AppContext:
 
     `admission` checks new jobs, `submissions` stores them, and `places` finds places in the queue;
     `sparklines` draws curves and `row_totals` counts lists; `planning` makes plans; `authentication` finds the
-    principal of a request; `wake` wakes a dispatcher in this process.
+    principal of a request and `rates` limits its requests; `explaining` has the turns of the threads that explain what is
+    wrong with a body; `wake` wakes a dispatcher in this process.
     """
 
     settings: Settings
@@ -43,6 +46,8 @@ class AppContext:
     row_totals: RowTotals
     planning: Planning
     authentication: Authentication
+    rates: Rates
+    explaining: CapacityLimiter
 
 
 def context_of(request: Request) -> AppContext:
@@ -56,6 +61,10 @@ async def _context(request: Request) -> AppContext:
 
 
 AppContextDep = Annotated[AppContext, Depends(_context)]
+
+
+LISTS = frozenset({"/v1/jobs", "/v1/rows", "/v1/comparisons", "/v1/audit", "/metrics"})
+"""The routes that read many rows."""
 
 
 class _ApiKey(SecurityBase):
@@ -74,6 +83,9 @@ class _ApiKey(SecurityBase):
         right = self._right or (Right.READ if request.method in {"GET", "HEAD"} else Right.CHANGE)
         if right not in principal.rights:
             raise Forbidden(f"the key of {principal.name} may not {right.name.lower()}; use one with a role that may")
+        num_body_bytes = getattr(request.state, "num_body_bytes", 0)
+        is_list = request.method == "GET" and request.scope["route"].path in LISTS
+        context_of(request).rates.charge(principal, cost_of(num_body_bytes, is_list=is_list))
 
 
 require_api_key = Security(_ApiKey())

@@ -8,9 +8,13 @@ ServiceError
 ├── IllegalTransition 409   the job's state does not allow the action
 ├── StaleAttempt 409        the writer is not the job's current attempt
 ├── SequenceGap 409         the report before this one is missing
+├── TooManyRequests 429     more than one tenant may send or have at once; it may try again
 └── NotReady 503            the database does not answer, or no dispatcher leads
 """
 
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 from octet.api_schemas import ErrorCode, Problem, Violation
@@ -25,7 +29,7 @@ class ServiceError(Exception):
     status: ClassVar[int] = 500
     code: ClassVar[ErrorCode] = ErrorCode.INTERNAL
     title: ClassVar[str] = "Internal error"
-    headers: ClassVar[dict[str, str]] = {}
+    headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, detail: str, errors: tuple[Violation, ...] = ()) -> None:
         super().__init__(detail)
@@ -80,7 +84,7 @@ class WrongHost(ServiceError):
 
 class Unauthenticated(ServiceError):
     status, code, title = 401, ErrorCode.UNAUTHENTICATED, "Not authenticated"
-    headers: ClassVar[dict[str, str]] = {"WWW-Authenticate": "Bearer"}
+    headers = MappingProxyType({"WWW-Authenticate": "Bearer"})
 
 
 class Forbidden(ServiceError):
@@ -107,6 +111,16 @@ class SequenceGap(ServiceError):
     status, code, title = 409, ErrorCode.SEQUENCE_GAP, "A report is missing"
 
 
+class TooManyRequests(ServiceError):
+    """A refusal that ends by itself."""
+
+    status, code, title = 429, ErrorCode.TOO_MANY_REQUESTS, "Too many requests"
+
+    def __init__(self, detail: str, retry_after_s: float) -> None:
+        super().__init__(detail)
+        self.headers = {"Retry-After": str(math.ceil(retry_after_s))}
+
+
 class NotReady(ServiceError):
     status, code, title = 503, ErrorCode.NOT_READY, "Not ready"
-    headers: ClassVar[dict[str, str]] = {"Retry-After": "2"}
+    headers = MappingProxyType({"Retry-After": "2"})

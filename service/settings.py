@@ -19,8 +19,11 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from octet.api_schemas import Files, PoolConfig
 from octet.api_schemas.data.stores import DEFAULT_CACHE_BYTES, StoreAccess
 from octet.api_schemas.keys import DEFAULT_TENANT, TENANT
+from octet.api_schemas.tracking import TrackersSpec
 
 SHORTEST_API_KEY = 16
+RUNBOOKS = "docs/operations.md"
+"""The document in the repository that has a section for each alert."""
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -41,6 +44,8 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65_535)
     report_url: str = Field(default="", description="base URL of this service as the workers reach it")
 
+    runbooks_url: str = Field(default=RUNBOOKS, description="http(s)://… where people read that document; alerts link to it")
+
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     api_keys_file: Path | None = Field(default=None, description="a line for each: KEY, or TENANT:KEY; # starts a comment")
     data_roots: Annotated[tuple[Path, ...], NoDecode] = Field(
@@ -60,6 +65,10 @@ class Settings(BaseSettings):
         default=1 << 30, ge=0, description="a job that found the disk full starts again once this much is free in data_dir"
     )
 
+    trackers: TrackersSpec = Field(
+        default=TrackersSpec(), description='trackers of every job, as JSON: {"mlflow": {"online": true}}'
+    )
+
     planner: bool = Field(
         default=True, description="trace the peaks of plans in a process with torch, 0.7 GB from the first plan on"
     )
@@ -73,6 +82,12 @@ class Settings(BaseSettings):
         default=256,
         ge=0,
         description="open HTTP connections of one address, 3/4 of them event streams; 0 for no limit, as behind a proxy",
+    )
+    requests_per_s: float = Field(
+        default=2000,
+        ge=0,
+        description="requests of one API key each second, and twice as many at once; 0 for no limit. A list counts as 5, "
+        "each KiB of a body from the fifth on as 1, and each mistake that the answer explains as 0.3",
     )
     request_head_timeout_s: Seconds = Field(default=10, description="for the head of a request, from the connection on")
     request_body_timeout_s: Seconds = Field(default=30, description="for the whole body of a request")
@@ -125,6 +140,11 @@ class Settings(BaseSettings):
                 f"host {self.host!r} can be reached from other machines; set OCTET_DATA_ROOTS (octet serve --data-root) "
                 "to the folders jobs may read"
             )
+        if self.runbooks_url != RUNBOOKS and not re.fullmatch(r"https?://[^#\s]+", self.runbooks_url):
+            raise ValueError(
+                f"runbooks_url is {self.runbooks_url!r}; allowed: http(s)://…, without a fragment. Set OCTET_RUNBOOKS_URL to "
+                "the address at which docs/operations.md can be read, or leave it out"
+            )
         if self.report_url:
             AnyHttpUrl(self.report_url)
         _ = self.store_access  # refuses a prefix that is not a URL
@@ -169,7 +189,8 @@ class Settings(BaseSettings):
     def readable_files(self) -> Files:
         """The files that a submission may look at, within the limits of a check."""
         roots = tuple(map(str, self.readable_roots))
-        return Files(roots, max_entries=self.data_check_max_entries, timeout_s=self.data_check_timeout_s)
+        stores = StoreAccess(prefixes=self.data_stores)  # nothing of them is read, so nothing is kept
+        return Files(roots, self.data_check_max_entries, self.data_check_timeout_s, stores)
 
     @property
     def store_access(self) -> StoreAccess:

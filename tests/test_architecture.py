@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.source import parse
+
 ROOT = Path(__file__).parent.parent
 ALLOWED_IN_KERNELS = {"torch", "triton"} | set(sys.stdlib_module_names)
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -113,7 +115,7 @@ def imports_within(package: str) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, path in names.items():
         imported = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path.read_text())):
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.kit.source import parse
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("api_schemas", "service", "worker", "client", "octet", "benchmarks", "deploy")
 MAX_FUNCTION_LINES = 60
@@ -28,7 +30,7 @@ def modules() -> dict[str, ast.Module]:
     """Return the syntax tree of each of our modules, by path. The links in `octet/` and written migrations are left out."""
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     names = sorted({path.resolve().relative_to(ROOT.resolve()).as_posix() for path in paths})
-    return {name: ast.parse((ROOT / name).read_text()) for name in names if "migrations/versions" not in name}
+    return {name: parse((ROOT / name).read_text()) for name in names if "migrations/versions" not in name}
 
 
 def test_the_house_is_within_its_budgets() -> None:

@@ -8,6 +8,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.kit.source import parse
+
 ROOT = Path(__file__).parent.parent
 FIRST_WORDS = re.compile(r"\s*(Whether|What|As|How|Where|Of|That)\b")
 REFUSED = re.compile(r"\b(?:of which|anew|told|as it came|the usual|for ever)\b|(?-i:\bBeside\b)", re.IGNORECASE)
@@ -36,7 +38,7 @@ def of_python(source: str) -> list[str]:
     found: list[str] = []
     if not MIGHT_OFFEND.search(source):
         return found
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             found += offences(node.value)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):

@@ -82,7 +82,9 @@ class Files:
         """Read a file from `start` to its end, or at most `num_bytes` of it."""
         with self.open(path) as file:
             file.seek(start)
-            return file.read(num_bytes)
+            # Python allocates what is asked for before it reads, 256 MiB for a tokenizer's settings of 1 KiB.
+            num_left = max(0, os.fstat(file.fileno()).st_size - start)
+            return file.read(num_left if num_bytes < 0 else min(num_bytes, num_left))
 
     def num_bytes(self, path: Path) -> int:
         """Return the size of a file."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from octet.api_schemas.accelerate import TOP_LEVEL_KEYS, check_keys, precision_from_accelerate
 from octet.api_schemas.imports.patch import NOTHING, Batch, Given, Patch, Section, set_batch
-from octet.api_schemas.imports.shared import set_compile, set_offload, set_sharding
+from octet.api_schemas.imports.shared import set_clip, set_compile, set_degrees, set_offload, set_sharding
 from octet.api_schemas.precision import PrecisionSpec
 
 _LAUNCH = (
@@ -101,10 +101,7 @@ def _set_kind(config: Section, kind: str) -> int | None:
 
 def _set_degrees(parallelism: Section) -> None:
     patch = parallelism.patch
-    for key, field in (("tp_size", "tensor"), ("cp_size", "context")):
-        degree = parallelism.whole(key)
-        if degree is not None and degree > 1:
-            patch.set(f"parallelism.{field}", degree)
+    set_degrees(parallelism, {"tp_size": "tensor", "cp_size": "context"})
     sizes = {key: parallelism.whole(key) or 1 for key in ("dp_replicate_size", "dp_shard_size")}
     if sizes["dp_replicate_size"] > 1:
         reason = "all ranks that read samples shard together, across nodes too"
@@ -132,9 +129,7 @@ def _set_deepspeed(deepspeed: Section) -> int | None:
     for key, device in offloaded.items():
         if device is not None:
             set_offload(patch, deepspeed.path(key), device, weights=key == "offload_param_device")
-    clip = deepspeed.take_raw("gradient_clipping")
-    if clip is not None:
-        patch.set("training.gradient_clip", None if clip == 0 else clip)
+    set_clip(deepspeed)
     accumulated = deepspeed.whole("gradient_accumulation_steps")
     deepspeed.leave_all(
         ("zero3_init_flag", "zero3_save_16bit_model", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
@@ -151,20 +146,14 @@ def _set_deepspeed(deepspeed: Section) -> int | None:
 def _set_megatron(megatron: Section) -> int | None:
     """Set the degrees, clipping and recomputation. Returns the forward passes of a process in a step."""
     patch = megatron.patch
-    degrees = (("tp_degree", "tensor"), ("pp_degree", "pipeline"), ("context_parallel_size", "context"))
-    for key, field in degrees:
-        degree = megatron.whole(key)
-        if degree is not None and degree > 1:
-            patch.set(f"parallelism.{field}", degree)
+    set_degrees(megatron, {"tp_degree": "tensor", "pp_degree": "pipeline", "context_parallel_size": "context"})
     if megatron.is_on("sequence_parallelism") and patch.get("parallelism.tensor"):
         patch.set("parallelism.sequence", True)
     if megatron.is_on("use_distributed_optimizer"):
         patch.set("parallelism.zero_stage", 1)
     if megatron.is_on("recompute_activations"):
         patch.set("training.activation_checkpointing", "selective")
-    clip = megatron.take_raw("gradient_clipping")
-    if clip is not None:
-        patch.set("training.gradient_clip", None if clip == 0 else clip)
+    set_clip(megatron)
     accumulated = megatron.whole("num_micro_batches")
     megatron.finish("Megatron-LM that a job has a field for")
     return accumulated

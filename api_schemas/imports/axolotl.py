@@ -10,6 +10,7 @@ from typing import Any
 
 from octet.api_schemas.imports.accelerate import written_precision
 from octet.api_schemas.imports.patch import NOTHING, Given, Patch, Section
+from octet.api_schemas.imports.shared import set_degrees
 from octet.api_schemas.imports.transformers import from_training_arguments
 from octet.api_schemas.precision import PrecisionSpec
 
@@ -126,10 +127,7 @@ def _set_ranks(config: Section) -> None:
     """Set the degrees. The batch that was set before counts ranks without them, so it is divided again."""
     patch = config.patch
     before = patch.num_data_ranks
-    for key, field in (("tensor_parallel_size", "tensor"), ("context_parallel_size", "context")):
-        degree = config.whole(key)
-        if degree is not None and degree > 1:
-            patch.set(f"parallelism.{field}", degree)
+    set_degrees(config, {"tensor_parallel_size": "tensor", "context_parallel_size": "context"})
     after, whole = patch.num_data_ranks, patch.get("training.global_batch_size")
     if before and after and whole:
         patch.set("training.global_batch_size", whole // before * after)

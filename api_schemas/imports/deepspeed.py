@@ -10,7 +10,7 @@ from typing import Any
 from octet.api_schemas.accelerate import precision_from_accelerate
 from octet.api_schemas.imports.accelerate import written_precision
 from octet.api_schemas.imports.patch import NOTHING, Batch, Given, Patch, Section, set_batch
-from octet.api_schemas.imports.shared import set_compile, set_offload, set_optimizer
+from octet.api_schemas.imports.shared import set_compile, set_degrees, set_offload, set_optimizer
 
 _KEPT_FOR_EVERY_JOB = (
     *("steps_per_print", "wall_clock_breakdown", "dump_state", "tensorboard", "wandb", "comet", "csv_monitor"),
@@ -45,8 +45,7 @@ def from_deepspeed(document: Mapping[str, Any], given: Given = NOTHING) -> Patch
     _set_zero(config.section("zero_optimization"))
     _set_precision(config)
     tensor = config.section("tensor_parallel")
-    if (degree := tensor.whole("autotp_size")) is not None and degree > 1:
-        patch.set("parallelism.tensor", degree)
+    set_degrees(tensor, {"autotp_size": "tensor"})
     tensor.finish("DeepSpeed's tensor_parallel that a job has a field for")
     if not _is_auto(patch, "gradient_clipping"):
         # DeepSpeed clips nothing by default; a job clips to 1.

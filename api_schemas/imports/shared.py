@@ -47,13 +47,28 @@ OPTIMIZERS: Mapping[str, tuple[str, str | None]] = {
 """The optimizer that a name of another project means, and the reason for which it means more than that."""
 
 
-def set_sharding(section: Section, *, default_version: int, default: str = "full_shard") -> None:
+def set_degrees(section: Section, fields: Mapping[str, str]) -> None:
+    """Set the degrees above 1. fields: the degree of a job, by the setting."""
+    for key, field in fields.items():
+        degree = section.whole(key) or 1
+        if degree > 1:
+            section.patch.set(f"parallelism.{field}", degree)
+
+
+def set_clip(section: Section) -> None:
+    """Set the norm that gradients are clipped to; 0 means none."""
+    clip = section.take_raw("gradient_clipping")
+    if clip is not None:
+        section.patch.set("training.gradient_clip", None if clip == 0 else clip)
+
+
+def set_sharding(section: Section, *, default_version: int) -> None:
     """Set ZeRO's stage, checkpointing and offload from FSDP's settings."""
     patch = section.patch
     version = section.whole("version") or default_version
     asked = [value for key in ("sharding_strategy", "reshard_after_forward") if (value := section.take_raw(key)) is not None]
     # FSDP2 has no strategy; files that went over to it still carry one.
-    strategy = str(asked[-1] if version == 2 and asked else asked[0] if asked else default).lower()
+    strategy = str(asked[-1] if version == 2 and asked else asked[0] if asked else "full_shard").lower()
     if strategy not in STAGE_OF_STRATEGY:
         allowed = "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, true, false"
         raise ValueError(f"{section.path('sharding_strategy')} is {strategy!r}; allowed: {allowed}. Change it.")

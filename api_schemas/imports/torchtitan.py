@@ -10,7 +10,7 @@ from typing import Any
 
 from octet.api_schemas.imports.accelerate import written_precision
 from octet.api_schemas.imports.patch import NOTHING, Batch, Given, Patch, Section, set_batch
-from octet.api_schemas.imports.shared import NO_OFFLOAD, set_compile, set_optimizer
+from octet.api_schemas.imports.shared import NO_OFFLOAD, set_compile, set_degrees, set_optimizer
 from octet.api_schemas.precision import TORCHAO_RECIPES, PrecisionSpec
 from octet.api_schemas.recipe import RecipeSpec
 
@@ -62,10 +62,8 @@ def from_torchtitan(document: Mapping[str, Any], given: Given = NOTHING) -> Patc
 def _set_ranks(parallelism: Section, given: Given) -> None:
     """Set the degrees, the ranks and what they shard."""
     patch = parallelism.patch
-    degrees = {field: parallelism.whole(key) or 1 for key, field in _DEGREES.items()}
-    for field, degree in degrees.items():
-        if degree > 1:
-            patch.set(f"parallelism.{field}", degree)
+    set_degrees(parallelism, _DEGREES)
+    degrees = {field: patch.get(f"parallelism.{field}") or 1 for field in _DEGREES.values()}
     if degrees["tensor"] > 1:
         # torchtitan divides the tokens of norms, too, wherever it divides layers.
         patch.set("parallelism.sequence", True)

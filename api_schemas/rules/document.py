@@ -1,11 +1,11 @@
-"""Write the table of rules for people and programs: the page docs/combinations.md, and JSON for a form.
+"""Write the table of rules as the page docs/combinations.md.
 
 `make snapshots` writes the page; a test holds it current.
 """
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pydantic import ValidationError
@@ -56,25 +56,6 @@ _OPTIONS = (
     _Option("sgd", {"training.optimizer.name": "sgd", "training.gradient_clip": 1.0}),
     *(_Option(level, {"precision.level": level}) for level in ("fp32", "fp16-amp", "bf16-amp", "te", "ao", "O2", "O3")),
 )
-
-
-def rules_as_json() -> dict[str, Any]:
-    """Return the whole table and what each family declares, as JSON: what a form needs to follow the rules."""
-    rules = [
-        {
-            "section": section,
-            "field": rule.field,
-            "when": [_condition_as_json(condition) for condition in rule.when],
-            "must": _condition_as_json(rule.must),
-            "each": rule.each,
-            "allowed": rule.allowed,
-            "why": rule.why,
-            "change": rule.change,
-        }
-        for section, rules in _sections()
-        for rule in rules
-    ]
-    return {"rules": rules, "families": {name: asdict(spec.sizes_type.declared) for name, spec in FAMILIES.items()}}
 
 
 def rules_as_page() -> str:
@@ -172,9 +153,3 @@ def _words(condition: Condition) -> str:
         return f"{path} is {relation} {', '.join(map(str, value))}"
     shown = str(value).lower() if isinstance(value, bool) else value
     return f"{path} {relation} {shown}" if relation.startswith("is") else f"{path} is {relation} {shown}"
-
-
-def _condition_as_json(condition: Condition) -> dict[str, Any]:
-    value = condition.value
-    bound = asdict(value) if isinstance(value, Amount | Field) else value
-    return {"field": condition.path, "relation": condition.relation, "value": bound}

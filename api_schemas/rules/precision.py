@@ -29,6 +29,22 @@ def _only_at(field: str, must: Condition, levels: tuple[str, ...]) -> Rule:
 
 
 PRECISION = Table(
+    Rule(
+        "precision.ladder",
+        when=(equals("precision.level", "auto"),),
+        must=equals("precision.ladder", ()),
+        got="precision.level auto",
+        allowed="a ladder from a level by its name",
+        change="Name the level, or remove precision.ladder.",
+    ),
+    Rule(
+        "precision.ladder",
+        when=(),
+        must=equals("precision.repeats_a_level", False),
+        got="{precision.ladder} after {precision.level}",
+        allowed="each level once",
+        change="Remove what is there twice from precision.ladder.",
+    ),
     _only_at("recipe", equals("precision.recipe", None), _FP8),
     _only_at("torchao", equals("precision.torchao", None), _TORCHAO),
     _only_at("statistics_every", one_of("precision.statistics_every", None, 0), _OWN_FP8),

@@ -55,6 +55,10 @@ def compare(
         float | None, typer.Option("--tolerance", min=0.0, help="The share of the loss that may be lost. Default: 0.0025.")
     ] = None,
     baseline: Annotated[str | None, typer.Option("--baseline", metavar="ARM", help="With FILE. Default: the first.")] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", metavar="TIME", help="With FILE: slot time of all its jobs, as 2h or 90m. Default: none."),
+    ] = None,
     settings: Settings = None,
     detach: Annotated[bool, typer.Option("--detach", help="Submit, and do not follow.")] = False,
     markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the report as Markdown.")] = None,
@@ -65,7 +69,7 @@ def compare(
     """Compare levels, or values of a field, over seeds until the answer is certain; exit 0 if every arm has one."""
     named = what or []
     is_file = len(named) == 1 and _FILE.fullmatch(named[0]) is not None
-    given = {"levels": levels, "vary": vary, "seeds": seeds, "at_once": at_once, "baseline": baseline}
+    given = {"levels": levels, "vary": vary, "seeds": seeds, "at_once": at_once, "baseline": baseline, "budget": budget}
     if not is_file and (unused := [name for name, value in given.items() if value is not None]):
         option = f"--{unused[0].replace('_', '-')}"
         raise typer.BadParameter("got it without a job file; allowed: octet compare job.yaml …", param_hint=option)
@@ -102,6 +106,8 @@ def _spec(file: str, given: dict[str, Any], settings: Sequence[str]) -> Comparis
     job = load_job_file(file)
     apply_settings(job, settings)
     document = {name: value for name, value in given.items() if value is not None} | {"job": job}
+    if (budget := document.pop("budget", None)) is not None:
+        document["budget_slot_hours"] = _hours(budget)
     if given["levels"] is not None:
         document["levels"] = [level.strip() for level in given["levels"].split(",")]
     if given["vary"] is not None:
@@ -110,6 +116,13 @@ def _spec(file: str, given: dict[str, Any], settings: Sequence[str]) -> Comparis
         return ComparisonSpec.model_validate_json(json.dumps(document))
     except ValidationError as error:
         raise SpecRefused(f"the comparison of {file}", explain(error, ComparisonSpec)) from error
+
+
+def _hours(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([hm])", text)
+    if found is None or not float(found[1]):
+        raise typer.BadParameter(f"got {text!r}; allowed: hours or minutes above 0, such as 2h or 90m", param_hint="--budget")
+    return float(found[1]) / (1 if found[2] == "h" else 60)
 
 
 def _id(text: str) -> str:

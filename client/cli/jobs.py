@@ -165,7 +165,7 @@ def change(
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Change a job's priority or labels; the value null removes a label."""
+    """Change a job's priority, labels, level or limit, as precision.level=O2; the value null removes a label or the limit."""
     patch: dict[str, Any] = {}
     apply_settings(patch, settings)
     with connect(url) as client:

@@ -12,17 +12,20 @@ _ENDED_SHOWN = 5
 
 
 def show_overview(url: str) -> None:
-    """Show the pools, the jobs that live and those that ended last, and what to type next."""
+    """Show the pools, the alerts that fire, the jobs that live and those that ended last, and what to type next."""
     terminal = Terminal()
     with connect(url) as client:
         missing = client.why_not_ready()
-        pools = list(client.pools())
+        pools, alerts = list(client.pools()), client.alerts()
         live = client.rows(states=[state.value for state in JobState if not state.is_terminal], limit=_LIVE_SHOWN)
         ended = client.rows(states=[state.value for state in JobState if state.is_terminal], limit=_ENDED_SHOWN)
     terminal.show(Text(f"Octet at {url}", style="bold"))
     if missing is not None:
         terminal.show(Text(f"Not ready: {missing}", style="bold red"))
     terminal.show(render.pools_table(pools))
+    if alerts:
+        terminal.show(Text(f"\nAlerts that fire: {len(alerts)}", style="bold"))
+        terminal.show(render.alert_lines(alerts))
     for title, page in (("Jobs that run or wait", live), ("Jobs that ended last", ended)):
         if page.data:
             terminal.show(Text(f"\n{title}: {len(page.data)} of {page.total}", style="bold"))

@@ -18,7 +18,7 @@ DataDir = Annotated[Path, typer.Option("--data-dir", help="The folder of the ser
 
 
 def doctor(data_dir: DataDir = Path("octet-data"), url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Look at what is installed, devices, driver, server, pools, ports and disk; exit 1 if something is wrong."""
+    """Look at what is installed, devices, driver, server, pools, alerts, ports and disk; exit 1 if something is wrong."""
     terminal = Terminal()
     with connect(url) as client, terminal.spinner_on_stderr("looking"):
         checkup = check_machine(client, data_dir)

@@ -58,6 +58,7 @@ _NOW = Row(
                 Query(_reported("octet_job_evaluation_loss"), "evaluation"),
             ),
             width=12,
+            from_zero=False,
         ),
         Panel(
             "Tokens per second",
@@ -123,6 +124,7 @@ _LEARNING = Row(
                 Query(_by("rank", "octet_train_evaluation_loss"), "rank {{rank}} evaluation"),
             ),
             width=12,
+            from_zero=False,
         ),
         Panel(
             "Accuracy",
@@ -143,6 +145,7 @@ _LEARNING = Row(
                 Query(_by("rank", "octet_train_evaluation_perplexity"), "rank {{rank}}"),
             ),
             width=12,
+            from_zero=False,
         ),
     ),
     is_collapsed=True,

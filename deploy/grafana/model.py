@@ -48,7 +48,8 @@ class Panel:
     An `xy` panel draws its second query over its first, a point for each moment at which both have a value; the second one's
     legend is the label that tells its curves apart. A `by_step` panel draws the present values of all its queries over their
     label `step`; the label `curve` tells its curves apart. `names`: a stat shows the legend, not the value. `hidden`: labels
-    that a table needs for its links and does not show. `around_zero`: the axis may be negative.
+    that a table needs for its links and does not show. `from_zero`: the axis begins at 0; without, it fits the values. Losses
+    fit, because their differences are small beside them, and differences do, which may be negative.
     """
 
     title: str
@@ -60,7 +61,7 @@ class Panel:
     log: bool = False
     names: bool = False
     hidden: tuple[str, ...] = ()
-    around_zero: bool = False
+    from_zero: bool = True
     needs: Literal["nothing", "gpu", "dcgm"] = "nothing"
 
 
@@ -197,7 +198,7 @@ def _lines(panel: Panel) -> timeseries.Panel:
         builder.draw_style(common_models.GraphDrawStyle.POINTS).point_size(6)
     if panel.log:
         builder.scale_distribution(common.ScaleDistributionConfig().type(common_models.ScaleDistribution.LOG).log(10))
-    elif not panel.around_zero:
+    elif panel.from_zero:
         builder.min(0)
     legend = common.VizLegendOptions().display_mode(common_models.LegendDisplayMode.LIST).show_legend(True)
     tooltip = common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI)
@@ -212,7 +213,7 @@ def _stat(panel: Panel) -> stat.Panel:
 
 def _bars(panel: Panel) -> bargauge.Panel:
     builder = bargauge.Panel().orientation(common_models.VizOrientation.HORIZONTAL).reduce_options(_last())
-    return builder if panel.around_zero else builder.min(0)
+    return builder.min(0) if panel.from_zero else builder
 
 
 def _table(panel: Panel) -> table.Panel:

@@ -37,8 +37,8 @@ _LEVEL_COLORS = {
 }  # fmt: skip
 _BAR = "#4c78a8"
 _MATPLOTLIB = {
-    "yellow": "#f2cc0c", "light-blue": "#8ab8ff", "blue": "#3274d9", "light-purple": "#ca95e5", "green": "#56a64b",
-    "red": "#e02f44", "purple": "#a352cc",
+    "yellow": "#f2cc0c", "light-blue": "#8ab8ff", "blue": "#3274d9", "light-orange": "#ffb357", "orange": "#ff780a",
+    "light-purple": "#ca95e5", "green": "#56a64b", "red": "#e02f44", "purple": "#a352cc",
 }  # fmt: skip
 """Grafana's names of colours."""
 
@@ -116,7 +116,7 @@ def _draw_lines(axes: Axes, panel: Panel, ask: Ask, start: float) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} s"))
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.25)
-    if not panel.log and curves:
+    if panel.from_zero and not panel.log and curves:
         top = axes.get_ylim()[1]
         axes.set_ylim(-0.03 * top, top)  # a curve that lies at zero is seen
     if curves:
@@ -258,7 +258,8 @@ def _aligned(times: list[float], values: list[float], moments: list[float]) -> l
 def human(value: float, unit: str) -> str:
     """A number as the unit is read."""
     if unit == "percentunit":
-        return f"{round(value * 100, 6):.3g} %"
+        # The addition makes 0 of -0.
+        return f"{round(value * 100, 6) + 0.0:.3g} %"
     if unit == "mbytes":
         return human(value * 2**20, "bytes")
     if unit == "sci":

@@ -28,14 +28,18 @@ _REQUESTS = Row(
             "Until the answer begins, by route, over five minutes.",
             "s",
             (Query("route:octet_http_request_duration_seconds:p99_5m", "{{route}}"),),
-            width=12,
         ),
         Panel(
             "Latency, median",
             "Until the answer begins, by route.",
             "s",
             (Query(f"histogram_quantile(0.5, {_ROUTES})", "{{route}}"),),
-            width=12,
+        ),
+        Panel(
+            "Refused keys",
+            "Requests each second without a key, with one that nobody knows, or with a role that may not. The audit has who.",
+            "reqps",
+            (Query("sum(rate(octet_refused_keys_total[$__rate_interval]))", "refused"),),
         ),
     ),
 )

@@ -6,7 +6,7 @@ An attempt takes slots of its pool until `released_at`, the moment when its proc
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, UniqueConstraint, text
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, String, UniqueConstraint, false, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from octet.api_schemas import AttemptState, DesiredState, FailureReason, JobState
@@ -51,6 +51,15 @@ class JobRow(Base):
         Index(
             "ix_jobs_queue",
             "pool",
+            "priority",
+            "id",
+            sqlite_where=text("state = 'queued'"),
+            postgresql_where=text("state = 'queued'"),
+        ),
+        Index(
+            "ix_jobs_queue_of_tenant",
+            "pool",
+            "tenant",
             "priority",
             "id",
             sqlite_where=text("state = 'queued'"),
@@ -182,6 +191,7 @@ class AttemptRow(Base):
     last_step: Mapped[int | None] = mapped_column(BigInteger)
     num_log_lines: Mapped[int] = mapped_column(BigInteger, default=0)
     num_events: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    is_lent: Mapped[bool] = mapped_column(default=False, server_default=false())
     reason: Mapped[FailureReason | None]
     message: Mapped[str | None]
 
@@ -398,6 +408,16 @@ class LeaseRow(Base):
     holder: Mapped[str] = mapped_column(String(255))
     token: Mapped[str] = mapped_column(String(64))
     expires_at: Mapped[datetime]
+
+
+class LastStartRow(Base):
+    """The moment when a tenant last had a job placed in a pool. Of tenants with equal use the one with the oldest is next."""
+
+    __tablename__ = "last_starts"
+
+    pool: Mapped[str] = mapped_column(String(32), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(32), primary_key=True)
+    started_at: Mapped[datetime]
 
 
 class PoolCapacityRow(Base):

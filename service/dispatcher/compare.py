@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 def step(context: DispatcherContext) -> None:
     with context.database.read() as session:
-        waiting = store.comparisons.to_advance(session)
+        waiting = store.comparisons.to_advance(session, context.database.now(session))
     failed = context.failed_comparisons
     for comparison_id in failed.keys() - set(waiting):
         del failed[comparison_id]
@@ -68,7 +68,7 @@ def _advance(context: DispatcherContext, comparison_id: str) -> None:
         if found is None:
             return
         row, spec, outcomes = found
-        decided = advance(spec, outcomes)
+        decided = advance(spec, outcomes, store.comparisons.slot_hours(session, comparison_id, now))
         if decided.ends is not None:
             comparisons.end(session, row, *decided.ends, now)
         else:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from octet.service.cluster.launcher import Launcher
 from octet.service.db.engine import Database
-from octet.service.dispatcher import compare, drain, grow, launch, orphans, place, plan, release, watch
+from octet.service.dispatcher import compare, drain, grow, launch, limit, orphans, place, plan, reclaim, release, watch
 from octet.service.dispatcher.context import LEADER_LEASE_S, DispatcherContext, NotLeading, holder_of
 from octet.service.dispatcher.loop import Loop
 from octet.service.jobs.planning import Planning
@@ -18,10 +18,12 @@ ORPHANS_INTERVAL_S = 30.0
 _JOB_STEPS: dict[str, tuple[Callable[[DispatcherContext], None], float]] = {
     "plan": (plan.step, 0.5),
     "place": (place.step, 0.5),
+    "reclaim": (reclaim.step, 0.5),
     "launch": (launch.step, 0.5),
     "watch": (watch.step, 1.0),
     "release": (release.step, 0.5),
     "grow": (grow.step, 1.0),
+    "limit": (limit.step, 5.0),
     "compare": (compare.step, 1.0),
 }
 
@@ -50,7 +52,7 @@ class Dispatcher:
             name: Loop(name, self._while_leading(step), pause_s, self.health) for name, (step, pause_s) in _JOB_STEPS.items()
         }
         self._job_loops = list(loops.values())
-        self._starting_loops = [loops[name] for name in ("plan", "place", "launch", "grow")]
+        self._starting_loops = [loops[name] for name in ("plan", "place", "reclaim", "launch", "grow")]
 
     @property
     def leads(self) -> bool:

@@ -14,5 +14,5 @@ def step(context: DispatcherContext) -> int:
         with context.write() as (session, now):
             locked = store.jobs.lock_attempt(session, ref.attempt_id)
             if locked is not None and not locked[1].state.is_terminal and locked[0].desired is DesiredState.RUN:
-                attempts.make_way(session, locked[0], now)
+                attempts.make_way(session, locked[0], now, "the server stops")
     return len(live)

@@ -14,7 +14,8 @@ from octet.service.dispatcher.context import DispatcherContext
 from octet.service.jobs import attempts
 from octet.service.jobs.attempts import Ending
 from octet.service.jobs.lifecycle import AttemptEvent
-from octet.service.scheduling.decide import most_of, pool_states
+from octet.service.scheduling.decide import most_of
+from octet.service.scheduling.pools import read_pools
 from octet.service.store.queue import ShrunkAttempt
 
 FRESH = timedelta(seconds=5)
@@ -37,8 +38,7 @@ def step(context: DispatcherContext) -> None:
 
 def _larger(context: DispatcherContext, session: Session, shrunk: list[ShrunkAttempt]) -> dict[str, int]:
     """The number of ranks that an attempt of each pool could grow to, by id: the oldest of a pool, while nobody waits there."""
-    present, used = store.queue.slots_present(session), store.queue.slots_used(session)
-    free = {pool.name: pool.slots_free for pool in pool_states(context.settings.pools, present, used)}
+    free = {pool.name: pool.slots_free for pool in read_pools(session, context.settings.pools)}
     found: dict[str, int] = {}
     for attempt in shrunk:
         if free.get(attempt.pool, 0) > 0 and not store.queue.head_of_queue(session, attempt.pool):

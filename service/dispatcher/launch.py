@@ -80,19 +80,21 @@ def _claim(context: DispatcherContext, session: Session, attempt_id: str, now: d
 def _order(
     context: DispatcherContext, session: Session, job: JobRow, attempt: AttemptRow, pool: PoolConfig, token: str
 ) -> LaunchOrder:
+    spec = JobSpec.read_stored(job.spec).with_workers(attempt.workers)
     newest = store.records.newest_checkpoints(session, job.id, CHECKPOINTS_OFFERED)
     return LaunchOrder(
         attempt_id=attempt.id,
         job_id=job.id,
         epoch=attempt.epoch,
         token=token,
-        spec=JobSpec.read_stored(job.spec).with_workers(attempt.workers),
+        spec=spec,
         pool=pool,
         report_url=context.settings.effective_report_url,
         data_roots=tuple(str(root) for root in context.settings.named_roots),
         stores=context.settings.store_access,
         job_dir=str(context.settings.job_dir(job.id)),
         checkpoints=tuple(CheckpointRef(step=row.step, name=row.name, sha256=row.sha256) for row in newest),
+        trackers=spec.trackers.with_operators(context.settings.trackers),
         lease_s=context.settings.lease_s,
         heartbeat_s=context.settings.heartbeat_s,
     )

@@ -13,7 +13,8 @@ from octet.service import store
 from octet.service.cluster.launcher import LauncherError
 from octet.service.dispatcher.context import DispatcherContext
 from octet.service.jobs import attempts
-from octet.service.scheduling.decide import Decision, decide, pool_states
+from octet.service.scheduling.decide import Decision, decide
+from octet.service.scheduling.pools import read_pools
 from octet.service.scheduling.space import space_for
 
 
@@ -26,28 +27,30 @@ def step(context: DispatcherContext) -> None:
     context.outage.ends()
     with context.database.read() as session:
         is_known = store.queue.slots_present(session) == present
-        if is_known and not _to_start(context, session, present, context.database.now(session)):
+        if is_known and all(each.why for each in decisions(context, session, context.database.now(session), present)):
             return
     with context.write() as (session, now):
         if store.queue.slots_present(session) != present:
             store.queue.set_slots_present(session, present, now)
-        starting = _to_start(context, session, present, now)
+        starting = [each for each in decisions(context, session, now, present) if each.why is None]
         # In the order in which comparisons and reports lock jobs, too: any other could lock two transactions in each other.
         locked = {job_id: store.jobs.lock_job(session, job_id) for job_id in sorted(each.job_id for each in starting)}
         for decision in starting:
             job = locked[decision.job_id]
             if job is not None and job.state is JobState.QUEUED:
-                attempts.reserve(session, job, now, decision.workers, decision.free)
+                attempts.reserve(session, job, now, decision.workers, decision.free, is_lent=decision.borrows)
+        store.queue.note_starts(session, {(job.pool, job.tenant) for job in locked.values() if job is not None}, now)
     if starting:
         context.wake()
 
 
-def _to_start(context: DispatcherContext, session: Session, present: Mapping[str, int], now: datetime) -> list[Decision]:
-    """The queued jobs that start now, with their numbers of ranks."""
+def decisions(
+    context: DispatcherContext, session: Session, now: datetime, present: Mapping[str, int] | None = None
+) -> list[Decision]:
+    """Decide about the heads of all queues. present: the slots that the cluster has, by pool; by default as last stored."""
     pools = context.settings.pools
     queue = [job for pool in pools for job in store.queue.head_of_queue(session, pool.name)]
     if not queue:
         return []
-    states = pool_states(pools, present, store.queue.slots_used(session))
-    decisions = decide(queue, states, now, context.settings.lease_grace_s, space_for(queue, context.settings))
-    return [each for each in decisions if each.why is None]
+    space = space_for(queue, context.settings)
+    return decide(queue, read_pools(session, pools, present), now, context.settings.lease_grace_s, space)

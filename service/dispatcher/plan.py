@@ -18,7 +18,7 @@ from octet.service import store
 from octet.service.dispatcher.context import AskedPlan, DispatcherContext
 from octet.service.jobs import planned
 from octet.service.jobs.planning import DEADLINE_S, why_no_peaks
-from octet.service.scheduling.decide import pool_states
+from octet.service.scheduling.pools import read_pools
 
 MOST_ASKED = 8
 """Jobs whose plans are made at once: one may take a dozen traces, and the planner turns down more than 64."""
@@ -61,8 +61,7 @@ def _collect(context: DispatcherContext, pools: dict[str, PoolConfig]) -> dict[s
 
 
 def _pools_with_slots(context: DispatcherContext, session: Session) -> set[str]:
-    present, used = store.queue.slots_present(session), store.queue.slots_used(session)
-    return {pool.name for pool in pool_states(context.settings.pools, present, used) if pool.slots_free}
+    return {pool.name for pool in read_pools(session, context.settings.pools) if pool.slots_free}
 
 
 def _waits_s(context: DispatcherContext, job_id: str) -> float:

@@ -45,7 +45,8 @@ class AuditRequests:
     def _record(self, scope: Scope, request_id: str, status: int) -> None:
         principal = scope.get("state", {}).get("principal")
         method, path = scope["method"], scope["path"]
-        is_change = principal is not None and method not in _READS and path not in _CHANGES_NOTHING
+        # A refusal for sending too much is not recorded: the records would be as many, and reports wait for their commits.
+        is_change = principal is not None and method not in _READS and path not in _CHANGES_NOTHING and status != 429
         if is_change or status in {401, 403}:
             address = (scope.get("client") or ("",))[0]
             self._audit.record(principal, method, path, address=address, request_id=request_id, status=status)

@@ -36,6 +36,7 @@ _TITLES = {
     413: "The body is too large",
     421: "The Host header names another machine",
     422: "Invalid request; `errors` names the fields to change",
+    429: "Too many requests of this tenant; Retry-After says when to send it again",
     503: "The database does not answer, or no dispatcher leads",
 }
 
@@ -74,7 +75,7 @@ def answer_error(request: Request, error: Exception) -> Response:
 
 def render(error: ServiceError, instance: str | None) -> Response:
     problem: Problem = error.problem(instance)
-    return Response(problem.model_dump_json(), error.status, media_type=CONTENT_TYPE, headers=error.headers)
+    return Response(problem.model_dump_json(), error.status, media_type=CONTENT_TYPE, headers=dict(error.headers))
 
 
 def _invalid(request: Request, error: Exception) -> Response:

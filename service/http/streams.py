@@ -35,7 +35,8 @@ from octet.service.store.jobs import Head
 
 EVENT_STREAM = "text/event-stream"
 POLL_S = 0.1
-LIST_POLL_S = 1.0
+LIST_POLL_S = 0.8
+"""With the second between two redraws of a page, what is shown is at most two seconds old."""
 KEEP_ALIVE_S = 15.0
 _AT_ONCE = 500
 _READ_AT_ONCE = 25
@@ -171,6 +172,7 @@ class Streams:
         self._database = database
         self._most, self._most_of_address = most, most_of_address
         self._num_open: Counter[str] = Counter()
+        self._num_of_tenant: Counter[str] = Counter()
         self._feeds: dict[tuple[str, str], _Feed] = {}
         self._lists: dict[ListSource, _ListFeed] = {}
         self._changed = asyncio.Event()
@@ -187,26 +189,27 @@ class Streams:
         return _Answer(self, self._messages_of_many(subscriptions, lists))
 
     @contextmanager
-    def place_for(self, address: str) -> Iterator[None]:
-        """Count a stream of an address while it is open. Raises NotReady if there are as many as there may be.
+    def place_for(self, address: str, tenant: str) -> Iterator[None]:
+        """Count a stream of an address and a tenant while it is open. Raises NotReady if there are as many as there may be.
 
         A stream keeps its connection for hours. If streams could take all connections, the ranks of that address could not
         report, and their leases would run out.
         """
         limits = (
             (self._most_of_address, self._num_open[address], f" of {address}"),
+            (self._most // 2, self._num_of_tenant[tenant], f" of tenant {tenant}"),
             (self._most, self._num_open.total(), ""),
         )
         for most, num_open, whose in limits:
             if most and num_open >= most:
                 raise NotReady(f"{num_open} event streams{whose} are open, as many as may be at once; close some")
         self._num_open[address] += 1
+        self._num_of_tenant[tenant] += 1
         try:
             yield
         finally:
-            self._num_open[address] -= 1
-            if not self._num_open[address]:
-                del self._num_open[address]
+            self._num_open -= Counter((address,))  # drops what is 0
+            self._num_of_tenant -= Counter((tenant,))
 
     async def _messages_of_many(self, subscriptions: Sequence[Subscription], lists: Sequence[ListSource]) -> AsyncIterator[str]:
         yield ": here\n\n"
@@ -390,7 +393,8 @@ class _Answer(StreamingResponse):
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._streams.place_for((scope.get("client") or ("",))[0]), CancelScope() as sending:
+        address, tenant = (scope.get("client") or ("",))[0], principal_of(Request(scope)).tenant
+        with self._streams.place_for(address, tenant), CancelScope() as sending:
             watcher = asyncio.create_task(_end_with_the_key(Request(scope), sending))
             try:
                 await super().__call__(scope, receive, send)

@@ -17,6 +17,7 @@ from octet.api_schemas.report import StartPhase
 from octet.service import store
 from octet.service.db.tables import AttemptRow, JobRow
 from octet.service.jobs.lifecycle import AttemptEvent, JobEvent, next_attempt_state, next_job_state
+from octet.service.jobs.specs import put_level
 from octet.service.store.ids import new_id
 
 START_PHASES: tuple[StartPhase, ...] = get_args(StartPhase)
@@ -36,10 +37,19 @@ class Ending:
     summary: JobSummary | None = None
 
 
-def reserve(session: Session, job: JobRow, now: datetime, workers: int | None = None, free: int | None = None) -> AttemptRow:
+def reserve(
+    session: Session,
+    job: JobRow,
+    now: datetime,
+    workers: int | None = None,
+    free: int | None = None,
+    *,
+    is_lent: bool = False,
+) -> AttemptRow:
     """Give a queued job its slots: create its next attempt. Nothing is started yet.
 
-    workers: ranks of the attempt; by default the job's most. free: slots that the pool had for it.
+    workers: ranks of the attempt; by default the job's most. free: slots that the pool had for it. is_lent: it gives its slots
+    back when the job ahead of it can use them.
     """
     workers = job.workers if workers is None else workers
     former = session.get(AttemptRow, job.current_attempt_id) if job.min_workers is not None and job.current_attempt_id else None
@@ -55,6 +65,7 @@ def reserve(session: Session, job: JobRow, now: datetime, workers: int | None = 
         created_at=now,
         num_log_lines=0,
         num_events=0,
+        is_lent=is_lent,
     )
     session.add(attempt)
     job.current_attempt_id = attempt.id
@@ -62,6 +73,8 @@ def reserve(session: Session, job: JobRow, now: datetime, workers: int | None = 
     message = f"attempt {attempt.epoch} has {workers} slot{'s' * (workers > 1)} of pool {job.pool!r}"
     if workers < job.workers:
         message += f", of {job.min_workers} to {job.workers}: {free} were free"
+    if is_lent:
+        message += "; they are lent, until the job ahead of it can use them"
     store.jobs.add_event(session, job, now, "job.placed", message, attempt_id=attempt.id)
     before = former.workers if former is not None else workers
     if before != workers:
@@ -133,7 +146,7 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
         job.measured_to_planned = _measured_to_planned(job, ending.summary)
         _end_job(session, job, JobEvent.SUCCEED, now)
     elif ending.event is AttemptEvent.CANCEL and is_yielding:
-        _requeue(session, job, now)
+        _requeue(session, job, now, "made way")
     elif ending.event is AttemptEvent.CANCEL and job.state is JobState.PAUSING:
         hold(session, job, JobEvent.STOP, now)
     elif ending.event is AttemptEvent.CANCEL:
@@ -145,20 +158,20 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
         _fail(session, job, ending, now)
 
 
-def make_way(session: Session, job: JobRow, now: datetime) -> None:
+def make_way(session: Session, job: JobRow, now: datetime, why: str) -> None:
     """Have a job's attempt save a checkpoint and end; the job then waits in the queue. It counts as no failure."""
     job.desired, job.stop_requested_at = DesiredState.YIELD, now
-    message = "asked to make way after a checkpoint: the server stops"
+    message = f"asked to make way after a checkpoint: {why}"
     store.jobs.add_event(session, job, now, "job.yielding", message, attempt_id=job.current_attempt_id)
 
 
-def _requeue(session: Session, job: JobRow, now: datetime) -> None:
-    """Put a job whose attempt made way back into the queue, at the place that its age and priority give it."""
+def _requeue(session: Session, job: JobRow, now: datetime, words: str) -> None:
+    """Put a job whose attempt ended without a failure of its own back into the queue, at the place of its age and priority."""
     job.state, job.queued_at = next_job_state(job.state, JobEvent.REQUEUE), now
     job.remaining_s = None
     goes_on, data = _next_start(session, job)
-    store.jobs.add_event(session, job, now, "job.queued", f"made way; it goes on {goes_on}", data=data)
-    logger.info("job %s (%s) made way; it goes on %s", job.id, job.name, goes_on)
+    store.jobs.add_event(session, job, now, "job.queued", f"{words}; it goes on {goes_on}", data=data)
+    logger.info("job %s (%s) %s; it goes on %s", job.id, job.name, words, goes_on)
 
 
 def _measured_to_planned(job: JobRow, summary: JobSummary | None) -> float | None:
@@ -227,6 +240,8 @@ def _next_start(session: Session, job: JobRow) -> tuple[str, dict[str, JsonScala
 
 def _fail(session: Session, job: JobRow, ending: Ending, now: datetime) -> None:
     assert ending.reason is not None, "a failure has a reason"
+    if job.state is not JobState.CANCELLING and ending.reason.calls_for_precision and _climb(session, job, ending.reason, now):
+        return
     if job.state is not JobState.CANCELLING and _may_retry(session, job, ending.reason):
         if job.state is JobState.PAUSING:
             hold(session, job, JobEvent.REQUEUE, now)
@@ -244,6 +259,23 @@ def _fail(session: Session, job: JobRow, ending: Ending, now: datetime) -> None:
     if job.state is not JobState.CANCELLING:
         job.reason, job.message = ending.reason, ending.message
     _end_job(session, job, JobEvent.FAIL, now)
+
+
+def _climb(session: Session, job: JobRow, reason: FailureReason, now: datetime) -> bool:
+    """Let a job go on at the next level of its ladder, which counts as no failure. Returns False if it has none."""
+    spec = JobSpec.read_stored(job.spec)
+    if not spec.precision.ladder:
+        return False
+    former = job.level
+    put_level(job, spec.next_rung)
+    message = f"goes on at level {job.level}, the next of its ladder after {former}: {reason.value}"
+    data: dict[str, JsonScalar] = {"level": job.level, "former_level": former, "reason": reason.value}
+    store.jobs.add_event(session, job, now, "job.climbed", message, data=data)
+    if job.state is JobState.PAUSING:
+        hold(session, job, JobEvent.REQUEUE, now)
+    else:
+        _requeue(session, job, now, f"goes on at level {job.level}")
+    return True
 
 
 def _may_retry(session: Session, job: JobRow, reason: FailureReason) -> bool:

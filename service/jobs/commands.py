@@ -1,14 +1,13 @@
 """Submit, change, pause, resume, cancel, retry and delete jobs for a user. Each is one transaction, which the route opens."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
 from sqlalchemy.orm import Session
 
-from octet.api_schemas import AttemptState, DesiredState, ExportSpec, JobChange, JobSpec, JobState, Violation
-from octet.api_schemas.base import merge_patch
+from octet.api_schemas import AttemptState, DesiredState, ExportSpec, JobChange, JobSpec, JobState, JsonScalar, Violation
 from octet.api_schemas.keys import DEFAULT_TENANT
 from octet.service import store
 from octet.service.db.bulk import Transaction
@@ -18,9 +17,10 @@ from octet.service.jobs import attempts
 from octet.service.jobs.attempts import Ending
 from octet.service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
 from octet.service.jobs.requests import Request, Submission, earlier, take_keys
-from octet.service.jobs.specs import changed
+from octet.service.jobs.specs import patch_spec, put_level
 from octet.service.store.ids import new_ids
 from octet.service.store.jobs import NewJob
+from octet.service.store.queue import Limited
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,9 @@ def resume(session: Session, job_id: str, now: datetime, tenant: str | None = No
     """
     job = _lock(session, job_id, tenant)
     if job.desired not in {DesiredState.RUN, DesiredState.YIELD} or job.state.is_terminal:
-        job.state, job.desired = next_job_state(job.state, JobEvent.RESUME), DesiredState.RUN
+        state = next_job_state(job.state, JobEvent.RESUME)
+        _check_limit(session, job, now)
+        job.state, job.desired = state, DesiredState.RUN
         job.stop_requested_at, job.queued_at = None, now
         store.jobs.add_event(session, job, now, "job.queued", "resumed; it goes on from its newest checkpoint")
     return job
@@ -119,6 +121,25 @@ def cancel(session: Session, job_id: str, now: datetime, tenant: str | None = No
     return job
 
 
+def reach_limit(session: Session, job: JobRow, limited: Limited, now: datetime) -> None:
+    """Cancel a job that has taken all the slot hours that it may. Its ranks save a checkpoint first."""
+    if job.desired is not DesiredState.RUN:
+        return
+    job.message = f"it has taken {limited.slot_hours:.3g} of {limited.max_slot_hours:.3g} slot hours, its limit"
+    data: dict[str, JsonScalar] = {"slot_hours": limited.slot_hours, "max_slot_hours": limited.max_slot_hours}
+    store.jobs.add_event(session, job, now, "job.limit_reached", job.message, data=data)
+    _stop(session, job, DesiredState.CANCEL, now)
+
+
+def _check_limit(session: Session, job: JobRow, now: datetime) -> None:
+    """Refuse to go on with a job that has taken all the slot hours that it may."""
+    most = job.spec["resources"].get("max_slot_hours")
+    if most is not None and (used := store.queue.slot_hours(session, job.id, now)) >= most:
+        raise IllegalTransition(
+            f"the job has taken {used:.3g} of {most:.3g} slot hours. Change resources.max_slot_hours first, or set it to null."
+        )
+
+
 def retry(session: Session, job_id: str, now: datetime, tenant: str | None = None, steps: int | None = None) -> JobRow:
     """Put a job that failed or was cancelled back into the queue. It goes on from its newest checkpoint.
 
@@ -132,12 +153,13 @@ def retry(session: Session, job_id: str, now: datetime, tenant: str | None = Non
     if is_live and steps in (None, job.spec["training"]["steps"]):
         return job
     next_job_state(job.state, event)
+    _check_limit(session, job, now)
     if steps is not None:
         if job.num_steps is not None and steps <= job.num_steps:
             message = "Give more steps; to train fewer, clone the job."
             violation = Violation(field="steps", got=str(steps), allowed=f"more than {job.num_steps}", message=message)
             raise InvalidRequest.of((violation,))
-        _patch_spec(job, {"training": {"steps": steps, "epochs": None}})
+        patch_spec(job, {"training": {"steps": steps, "epochs": None}})
         job.steps = None  # the next attempt reports them, as any first one does
     attempts.revive(session, job, event, now)
     return job
@@ -159,16 +181,18 @@ def export(session: Session, job_id: str, wanted: ExportSpec, now: datetime, ten
     newest = next(iter(store.records.newest_checkpoints(session, job.id, 1)), None)
     if newest is None or newest.step != job.num_steps:
         raise IllegalTransition("the job has no checkpoint of its last step, which an export is made of. Clone it with export.")
-    _patch_spec(job, {"export": wanted.model_dump(mode="json")})
+    _check_limit(session, job, now)
+    patch_spec(job, {"export": wanted.model_dump(mode="json")})
     attempts.revive(session, job, JobEvent.EXPORT, now)
     return job
 
 
 def change(session: Session, job_id: str, wanted: JobChange, now: datetime, tenant: str | None = None) -> JobRow:
-    """Change the priority and the labels of a job. What it has already changes nothing.
+    """Change the priority, the labels and the level of a job. What it has already changes nothing.
 
-    Raises NotFound, also for another tenant's job, IllegalTransition for the priority of a job that is over, and
-    InvalidRequest for more labels than a job may have.
+    A job that trains saves a checkpoint, and goes on from it at the new level. Raises NotFound, also for another tenant's job,
+    IllegalTransition for the priority of a job that is over and for the level of one that has succeeded, is being stopped or
+    is part of a comparison, and InvalidRequest for a change that the job cannot have.
     """
     job = _lock(session, job_id, tenant)
     spec = JobSpec.read_stored(job.spec)
@@ -183,12 +207,34 @@ def change(session: Session, job_id: str, wanted: JobChange, now: datetime, tena
     if labels:
         patch["labels"] = labels
         words += [f"label {key} is {'gone' if value is None else repr(value)}" for key, value in labels.items()]
+    if wanted.resources is not None and (most := wanted.resources.max_slot_hours) != spec.resources.max_slot_hours:
+        patch["resources"] = {"max_slot_hours": most}
+        words.append(f"limit is {'none' if most is None else f'{most:g} slot hours'}")
+    if wanted.precision is not None and wanted.precision.level != job.level:
+        words.append(_change_level(session, job, wanted.precision.level, now))
     if patch:
-        _patch_spec(job, patch)
+        patch_spec(job, patch)
         job.priority = job.spec["priority"]
         store.jobs.put_labels(session, job.id, labels)
+    if words:
         store.jobs.add_event(session, job, now, "job.changed", f"changed: {', '.join(words)}"[:4096])
     return job
+
+
+def _change_level(session: Session, job: JobRow, level: str, now: datetime) -> str:
+    """Let a job go on at another level. Returns the words for its event."""
+    why_not = None
+    if store.comparisons.is_child(session, job.id):
+        why_not = "it is part of a comparison, whose arms keep their levels"
+    elif job.state in {JobState.SUCCEEDED, JobState.CANCELLING, JobState.PAUSING}:
+        why_not = f"it is {job.state.value}"
+    if why_not is not None:
+        raise IllegalTransition(f"the job cannot go on at another level: {why_not}. Clone it with the level.")
+    former = job.level
+    put_level(job, {"precision": {"level": level, "ladder": []}})
+    if job.state in {JobState.STARTING, JobState.RUNNING} and job.desired is DesiredState.RUN:
+        attempts.make_way(session, job, now, f"it goes on at level {level}")
+    return f"level is {level}, was {former}"
 
 
 def delete(session: Session, job_id: str, now: datetime, tenant: str | None = None) -> None:
@@ -206,12 +252,6 @@ def delete(session: Session, job_id: str, now: datetime, tenant: str | None = No
         )
     store.jobs.delete_job(session, job, now)
     logger.info("job %s (%s) is deleted", job.id, job.name)
-
-
-def _patch_spec(job: JobRow, patch: Mapping[str, Any]) -> None:
-    """Change a stored spec, once the result is checked. What it lacks because it is older, it lacks afterwards too."""
-    changed(JobSpec.read_stored(job.spec), patch)
-    job.spec = merge_patch(job.spec, patch)
 
 
 def _lock(session: Session, job_id: str, tenant: str | None) -> JobRow:

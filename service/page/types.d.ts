@@ -6,6 +6,7 @@ export type Row = Schemas["Row"];
 export type Job = Schemas["Job"];
 export type JobSpec = Schemas["JobSpec"];
 export type Pool = Schemas["Pool"];
+export type Alert = Schemas["Alert"];
 export type Loop = Schemas["Loop"];
 export type Level = Schemas["Level"];
 export type Curve = Schemas["Curve"];

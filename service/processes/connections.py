@@ -24,10 +24,17 @@ from octet.service.settings import Settings
 DESCRIPTORS_KEPT = 256
 """Descriptors for the database, the log and Ray, which connections must not take."""
 
+RESERVED_PART = 8
+"""One of so many places is reserved; an address has so many more than the limit of its connections."""
+RESERVED_PATHS = (b"/internal/v1/", b"/healthz", b"/readyz", b"/metrics")
+"""Requests to these paths are answered on reserved places: reports, health, metrics and what is to be scraped."""
+
 _END_OF_HEAD = b"\r\n\r\n"
 
 MAX_HEAD_BYTES = 64 << 10
 """The most of a request line with its headers and trailers, and of a line that does not end (one read of the socket more)."""
+
+_TOO_MANY = ("503 Service Unavailable", "too many connections")
 
 Phase = Literal["head", "body", "answer"]
 
@@ -35,37 +42,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Connections:
-    """The open connections of one server.
-
-    limit_per_address: 0 means no limit. finds_users: tell the app, as an extension of ASGI, which user of this machine asks.
-    """
+class _Places:
+    """Places for connections. limit_per_address: 0 means no limit."""
 
     limit: int
     limit_per_address: int
-    head_timeout_s: float
-    body_timeout_s: float
-    answer_stall_timeout_s: float
-    finds_users: bool = False
     _by_address: dict[str, dict["LimitedProtocol", None]] = field(default_factory=dict)
     _num_open: int = 0
-
-    @classmethod
-    def of(cls, settings: Settings, num_descriptors: int) -> "Connections":
-        """Build the limits. num_descriptors: how many files and sockets this process may have open."""
-        finds_users = settings.is_for_this_machine and shows_users()
-        if settings.is_for_this_machine and not finds_users:
-            logger.warning(
-                "this system does not show whose connections come: without API keys every user of this machine is served"
-            )
-        return cls(
-            limit=max(16, min(settings.max_connections, num_descriptors - DESCRIPTORS_KEPT)),
-            limit_per_address=settings.max_connections_per_address,
-            head_timeout_s=settings.request_head_timeout_s,
-            body_timeout_s=settings.request_body_timeout_s,
-            answer_stall_timeout_s=settings.answer_stall_timeout_s,
-            finds_users=finds_users,
-        )
 
     def add(self, connection: "LimitedProtocol") -> bool:
         """Add a connection, and end another in its place if there are too many. False if there is no place."""
@@ -96,6 +79,43 @@ class Connections:
         return True
 
 
+@dataclass
+class Connections:
+    """The open connections of one server.
+
+    An eighth of all places is reserved: where every other is taken by connections that are being answered, as event streams
+    and downloads are for hours, ranks can still report, and health and metrics can be read.
+    finds_users: tell the app, as an extension of ASGI, which user of this machine asks.
+    """
+
+    ordinary: _Places
+    reserved: _Places
+    head_timeout_s: float
+    body_timeout_s: float
+    answer_stall_timeout_s: float
+    finds_users: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings, num_descriptors: int) -> "Connections":
+        """Build the limits. num_descriptors: how many files and sockets this process may have open."""
+        finds_users = settings.is_for_this_machine and shows_users()
+        if settings.is_for_this_machine and not finds_users:
+            logger.warning(
+                "this system does not show whose connections come: without API keys every user of this machine is served"
+            )
+        most, of_address = settings.max_connections, settings.max_connections_per_address
+        most = max(16, min(most, num_descriptors - DESCRIPTORS_KEPT))
+        num_reserved = most // RESERVED_PART
+        return cls(
+            ordinary=_Places(most - num_reserved, of_address),
+            reserved=_Places(num_reserved, math.ceil(of_address / RESERVED_PART)),
+            head_timeout_s=settings.request_head_timeout_s,
+            body_timeout_s=settings.request_body_timeout_s,
+            answer_stall_timeout_s=settings.answer_stall_timeout_s,
+            finds_users=finds_users,
+        )
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """An HTTP connection with deadlines for the head of a request, for its body, and for a client that does not read.
 
@@ -107,6 +127,9 @@ class LimitedProtocol(HttpToolsProtocol):
     phase: Phase = "head"
     phase_began_at: float
     address: str
+    places: _Places
+    _has_no_place = False
+    """True if the connection has a reserved place and asked for something else."""
     _num_head_bytes = 0
     _num_unread_bytes = 0
     _arrived = b""
@@ -123,16 +146,19 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
-        if not self.open_connections.add(self):
-            self._refuse("503 Service Unavailable", "too many connections")
-            return
+        self.places = self.open_connections.ordinary
+        if not self.places.add(self):
+            self.places = self.open_connections.reserved
+            if not self.places.add(self):
+                self._refuse(*_TOO_MANY)
+                return
         if self.open_connections.finds_users and self.client and self.server:
             with suppress(OSError):
                 self._user = user_of(self.client, self.server)
         self._begin("head", self.open_connections.head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.open_connections.remove(self)
+        self.places.remove(self)
         self._cancel_deadlines()
         super().connection_lost(exc)
 
@@ -178,7 +204,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_unread_bytes = 0
         if self.parser.get_http_version() == "1.1" and sum(name == b"host" for name, _ in self.headers) != 1:
             raise ValueError("a request has one Host header")
+        if self.places is self.open_connections.reserved and not self.url.startswith(RESERVED_PATHS):
+            self._has_no_place = True
+            raise ValueError("the places that are left are not for this request")
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the parser or one of its callbacks has refused."""
+        if self._has_no_place:
+            self._refuse(*_TOO_MANY)
+        else:
+            super().send_400_response(msg)
 
     def on_body(self, body: bytes) -> None:
         self._num_unread_bytes = 0

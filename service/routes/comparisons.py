@@ -70,7 +70,7 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
             return comparisons.shown(row), replayed
 
     try:
-        await _check_children(context, spec)
+        await _check_children(context, spec, tenant)
     except ServiceError:
         # What was accepted is the same comparison again, whatever has become of its files.
         if idempotency_key is None or not await run_sync(is_replay, idempotency_key):
@@ -81,7 +81,7 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
     return as_json(comparison, 201, headers)
 
 
-async def _check_children(context: AppContext, spec: ComparisonSpec) -> None:
+async def _check_children(context: AppContext, spec: ComparisonSpec, tenant: str) -> None:
     """Check the job of each arm as a submission does. Raises InvalidRequest with the path of the field in the comparison.
 
     That arms are the same job is no rule of the contract: with other defaults, a later version has to read what is stored.
@@ -96,7 +96,7 @@ async def _check_children(context: AppContext, spec: ComparisonSpec) -> None:
             )
             raise InvalidRequest.of((Violation(field="vary", got=got, allowed="each job once", message=message),))
         try:
-            await context.admission.check(child)
+            await context.admission.check(child, tenant)
         except InvalidRequest as error:
             raise type(error).of(tuple(_moved(each, spec.arms[arm].name) for each in error.errors)) from error
 

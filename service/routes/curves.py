@@ -8,11 +8,12 @@ from octet.api_schemas import Violation
 from octet.api_schemas.curve import MAX_BUCKETS, MAX_BUCKETS_OF_A_WIDTH, Curve
 from octet.service import store
 from octet.service.deps import JobIdDep, context_of, principal_of
-from octet.service.errors import InvalidRequest, NotFound
+from octet.service.errors import InvalidRequest
 from octet.service.http.pages import AfterQuery, compressed_json
 from octet.service.http.problems import answers
 from octet.service.http.streams import cursor_of
 from octet.service.jobs.curve import buckets_of, columns_of, evaluations_of, width_for
+from octet.service.routes.job_views import existing_job
 from octet.service.store.curves import CurvePlace
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["records"])
@@ -41,8 +42,7 @@ def curve(
         violation = Violation(field="points", got=str(points), allowed=f"up to {MAX_BUCKETS} without step_by", message=message)
         raise InvalidRequest.of((violation,))
     with context_of(request).database.read() as session:
-        if store.jobs.find_job(session, job_id, principal_of(request).visible_tenant) is None:
-            raise NotFound(f"there is no job {job_id}")
+        existing_job(session, job_id, principal_of(request).visible_tenant)
         first, last = store.curves.ends(session, job_id) or (None, None)
         end = last or 0
         width = step_by or width_for(max(0, end - after), points)

@@ -8,11 +8,13 @@ from fastapi.responses import FileResponse, StreamingResponse
 from octet.api_schemas import CheckpointFile, Export, Page
 from octet.service import store
 from octet.service.db.tables import ExportRow
-from octet.service.deps import AppContext, AppContextDep, JobIdDep, VisibleTenantDep
+from octet.service.deps import AppContextDep, JobIdDep, VisibleTenantDep
 from octet.service.errors import NotFound
 from octet.service.http.pages import LimitQuery, page_of
 from octet.service.http.problems import Answers, answers
 from octet.service.jobs import checkpoint_files, views
+from octet.service.routes.files import find_saved
+from octet.service.routes.job_views import existing_job
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/exports", tags=["records"])
 
@@ -31,8 +33,8 @@ def list_exports(
     after: Annotated[str | None, Query(max_length=64, description="last_id of the page before")] = None,
 ) -> Page[Export]:
     """Complete exports, in the order of their steps, each with its mismatch card."""
-    _require_job(context, job_id, tenant)
     with context.database.read() as session:
+        existing_job(session, job_id, tenant)
         found = [views.record(Export, row) for row in store.records.exports_of(session, job_id)]
     if after is not None:
         ids = [export.id for export in found]
@@ -45,7 +47,7 @@ def list_exports(
 @router.get("/{name}/files", operation_id="list_export_files", responses=answers(404, 422))
 def list_files(job_id: JobIdDep, name: ExportName, context: AppContextDep, tenant: VisibleTenantDep) -> Page[CheckpointFile]:
     """All files of an export, each with its SHA-256. 404 where the server cannot read them."""
-    files = checkpoint_files.files_of(context.settings, _export(context, job_id, name, tenant))
+    files = checkpoint_files.files_of(context.settings, find_saved(context, ExportRow, job_id, name, tenant))
     return page_of(files, len(files), lambda file: file.path)
 
 
@@ -63,7 +65,7 @@ def get_file(
     tenant: VisibleTenantDep,
 ) -> FileResponse:
     """The content of a file that the list has."""
-    place = checkpoint_files.path_of(context.settings, _export(context, job_id, name, tenant), path)
+    place = checkpoint_files.path_of(context.settings, find_saved(context, ExportRow, job_id, name, tenant), path)
     return FileResponse(place, media_type="application/octet-stream")
 
 
@@ -75,23 +77,7 @@ def get_file(
 )
 def get_archive(job_id: JobIdDep, name: ExportName, context: AppContextDep, tenant: VisibleTenantDep) -> StreamingResponse:
     """All files of an export as one tar archive, which is made while it is sent."""
-    row = _export(context, job_id, name, tenant)
+    row = find_saved(context, ExportRow, job_id, name, tenant)
     archive = checkpoint_files.archive_of(context.settings, row)
     headers = {"Content-Length": str(archive.num_bytes), "Content-Disposition": f'attachment; filename="{row.name}.tar"'}
     return StreamingResponse(archive.content, media_type="application/x-tar", headers=headers)
-
-
-def _export(context: AppContext, job_id: str, name: str, tenant: str | None) -> ExportRow:
-    _require_job(context, job_id, tenant)
-    with context.database.read() as session:
-        row = store.records.find_export(session, job_id, name) if name.isascii() and name.isprintable() else None
-        if row is None:
-            raise NotFound(f"job {job_id} has no export {name!r}; its list of exports has their ids")
-        session.expunge(row)
-        return row
-
-
-def _require_job(context: AppContext, job_id: str, tenant: str | None) -> None:
-    with context.database.read() as session:
-        if store.jobs.find_job(session, job_id, tenant) is None:
-            raise NotFound(f"there is no job {job_id}")

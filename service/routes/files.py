@@ -13,6 +13,8 @@ from octet.service.errors import NotFound
 from octet.service.http.pages import page_of
 from octet.service.http.problems import Answers, answers
 from octet.service.jobs import checkpoint_files
+from octet.service.routes.job_views import existing_job
+from octet.service.store.records import Saved
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/checkpoints/{name}/files", tags=["records"])
 
@@ -25,7 +27,7 @@ def list_files(
     job_id: JobIdDep, name: CheckpointName, context: AppContextDep, tenant: VisibleTenantDep
 ) -> Page[CheckpointFile]:
     """All files of a checkpoint, each with its SHA-256. 404 where the server cannot read them."""
-    files = checkpoint_files.files_of(context.settings, _checkpoint(context, job_id, name, tenant))
+    files = checkpoint_files.files_of(context.settings, find_saved(context, CheckpointRow, job_id, name, tenant))
     return page_of(files, len(files), lambda file: file.path)
 
 
@@ -40,16 +42,17 @@ def get_file(
     tenant: VisibleTenantDep,
 ) -> FileResponse:
     """The content of a file that the list has."""
-    place = checkpoint_files.path_of(context.settings, _checkpoint(context, job_id, name, tenant), path)
+    place = checkpoint_files.path_of(context.settings, find_saved(context, CheckpointRow, job_id, name, tenant), path)
     return FileResponse(place, media_type="application/octet-stream")
 
 
-def _checkpoint(context: AppContext, job_id: str, name: str, tenant: str | None) -> CheckpointRow:
+def find_saved(context: AppContext, table: type[Saved], job_id: str, name: str, tenant: str | None) -> Saved:
+    """Return a job's checkpoint or export, by its id or name. Raises NotFound."""
     with context.database.read() as session:
-        if store.jobs.find_job(session, job_id, tenant) is None:
-            raise NotFound(f"there is no job {job_id}")
-        row = store.records.find_checkpoint(session, job_id, name) if name.isascii() and name.isprintable() else None
+        existing_job(session, job_id, tenant)
+        row = store.records.find_saved(session, table, job_id, name) if name.isascii() and name.isprintable() else None
         if row is None:
-            raise NotFound(f"job {job_id} has no checkpoint {name!r}; its list of checkpoints has their ids")
+            kind = table.__tablename__.removesuffix("s")
+            raise NotFound(f"job {job_id} has no {kind} {name!r}; its list of {kind}s has their ids")
         session.expunge(row)
         return row

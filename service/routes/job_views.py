@@ -20,6 +20,14 @@ from octet.service.store.job_queries import ShownRow
 from octet.service.store.jobs import NewJob
 
 
+def existing_job(session: Session, job_id: str, tenant: str | None) -> JobRow:
+    """Return a job. Raises NotFound, also for another tenant's job."""
+    job = store.jobs.find_job(session, job_id, tenant)
+    if job is None:
+        raise NotFound(f"there is no job {job_id}")
+    return job
+
+
 def rendered_jobs(session: Session, context: AppContext, rows: Sequence[ShownRow]) -> list[str]:
     """Render jobs as JSON in the order of the rows, in a transaction that only reads."""
     places = context.places.read(session, [row for row in rows if row.state is JobState.QUEUED])

@@ -19,6 +19,7 @@ from octet.service.deps import (
     AppContextDep,
     IdempotencyKeyDep,
     JobIdDep,
+    PrincipalDep,
     VisibleTenantDep,
     context_of,
     principal_of,
@@ -31,7 +32,7 @@ from octet.service.jobs import commands, requests
 from octet.service.jobs.requests import Request
 from octet.service.jobs.specs import changed
 from octet.service.jobs.submissions import Stored
-from octet.service.routes.job_views import accepted, rendered_jobs, shown_job
+from octet.service.routes.job_views import accepted, existing_job, rendered_jobs, shown_job
 from octet.service.store.ids import is_id
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -59,7 +60,7 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
 
 async def _store_checked(request: Request, context: AppContext) -> Stored:
     try:
-        await context.admission.check(request.spec)
+        await context.admission.check(request.spec, request.tenant)
     except ServiceError:
         # What was accepted is the same job again, whatever has become of its files.
         if request.idempotency_key is None or not await run_sync(requests.is_replay, context.database, request):
@@ -68,10 +69,10 @@ async def _store_checked(request: Request, context: AppContext) -> Stored:
 
 
 @router.post("/validate", operation_id="validate_job", responses=answers(400, 413, 422), openapi_extra=body_of(JobSpec))
-async def validate(http_request: HttpRequest, context: AppContextDep) -> ValidatedJob:
+async def validate(http_request: HttpRequest, context: AppContextDep, principal: PrincipalDep) -> ValidatedJob:
     """Check a job as a submission does, without submitting it. The answer says what it would run as, and hold."""
     spec = await read_json(http_request, JobSpec)
-    await context.admission.check(spec)
+    await context.admission.check(spec, principal.tenant)
     return await run_sync(validated, spec)
 
 
@@ -94,10 +95,7 @@ async def clone(http_request: HttpRequest, job_id: JobIdDep, idempotency_key: Id
 
 def _spec_of(context: AppContext, job_id: str, tenant: str | None) -> JobSpec:
     with context.database.read() as session:
-        job = store.jobs.find_job(session, job_id, tenant)
-        if job is None:
-            raise NotFound(f"there is no job {job_id}")
-        return JobSpec.read_stored(job.spec)
+        return JobSpec.read_stored(existing_job(session, job_id, tenant).spec)
 
 
 @router.get("", response_model=Page[Job], operation_id="list_jobs", responses=answers(422))

@@ -1,14 +1,15 @@
-"""Routes for the operator: is the service alive, can it take jobs, and its metrics."""
+"""Routes for the operator: is the service alive, can it take jobs, what is wrong with it, and its metrics."""
 
 from fastapi import APIRouter, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from octet.api_schemas import Loop, Page
+from octet.api_schemas import Alert, Loop, Page
 from octet.service import store
-from octet.service.deps import AppContextDep
+from octet.service.deps import AppContextDep, VisibleTenantDep
 from octet.service.errors import NotReady
-from octet.service.http.pages import page_of
+from octet.service.http.pages import LimitQuery, page_of
 from octet.service.http.problems import answers
+from octet.service.jobs.alerts import Watch
 from octet.service.telemetry.control_plane import TelemetryDep
 
 health = APIRouter(tags=["operations"])
@@ -45,6 +46,20 @@ def loops(context: AppContextDep) -> Page[Loop]:
         stalled = store.queue.loops_stalled(session, context.database.now(session))
     shown = [Loop(name=name, is_stalled=is_stalled) for name, is_stalled in stalled.items()]
     return page_of(shown, len(shown), lambda loop: loop.name)
+
+
+@router.get("/v1/alerts", operation_id="list_alerts", responses=answers(422))
+def alerts(context: AppContextDep, tenant: VisibleTenantDep, limit: LimitQuery = 100) -> Page[Alert]:
+    """The alerts that fire now, critical ones first: six of the rules for Prometheus, computed from the database.
+
+    Alerts about jobs are those of the key's tenant; alerts about the leader, its loops and leases are for everyone.
+    """
+    settings = context.settings
+    with context.database.read() as session:
+        pools = [pool.name for pool in settings.pools]
+        now = context.database.now(session)
+        found = Watch(session, now, tenant, pools, limit + 1, settings.runbooks_url).alerts()
+    return page_of(found, limit, lambda alert: alert.name)
 
 
 @metrics.get(

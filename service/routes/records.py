@@ -19,6 +19,7 @@ from octet.service.http.pages import AfterQuery, LimitQuery, page_as_json, page_
 from octet.service.http.problems import Answers, answers
 from octet.service.http.streams import EVENT_STREAM, Source, Streams, read_part
 from octet.service.jobs import views
+from octet.service.routes.job_views import existing_job
 from octet.service.store.ids import is_id
 from octet.service.store.records import LogFilter
 
@@ -111,7 +112,7 @@ def metrics(
 ) -> Page[MetricPoint]:
     """The job's curve. Every step is in it once, from the last attempt that trained it."""
     with context.database.read() as session:
-        _require_job(session, job_id, tenant)
+        existing_job(session, job_id, tenant)
         points = [views.metric_point(row) for row in store.curves.points_after(session, job_id, after, limit + 1)]
     return page_of(points, limit, lambda point: str(point.step))
 
@@ -124,7 +125,7 @@ def measurements(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenant
     layers whenever a step was sampled.
     """
     with context.database.read() as session:
-        _require_job(session, job_id, tenant)
+        existing_job(session, job_id, tenant)
         row = store.records.find_measurements(session, job_id)
         if row is None:
             raise NotFound(f"job {job_id} has not started; it is measured from then on")
@@ -141,7 +142,7 @@ def checkpoints(
 ) -> Page[Checkpoint]:
     """Complete checkpoints, in the order of their steps."""
     with context.database.read() as session:
-        _require_job(session, job_id, tenant)
+        existing_job(session, job_id, tenant)
         after_step = 0
         if after is not None:
             found = store.records.checkpoint_step(session, job_id, after) if is_id("ckpt", after) else None
@@ -162,7 +163,7 @@ def attempts(
 ) -> Page[Attempt]:
     """The job's placements on the cluster, first to last."""
     with context.database.read() as session:
-        _require_job(session, job_id, tenant)
+        existing_job(session, job_id, tenant)
         shown = [views.record(Attempt, row) for row in store.jobs.attempts_of(session, job_id)]
     if after is not None:
         ids = [attempt.id for attempt in shown]
@@ -174,7 +175,7 @@ def attempts(
 
 def _page_or_stream(request: Request, job_id: str, source: Source[Item], limit: int, after: int) -> Response:
     with context_of(request).database.read() as session:
-        _require_job(session, job_id, principal_of(request).visible_tenant)
+        existing_job(session, job_id, principal_of(request).visible_tenant)
         if _is_stream(request):
             streams: Streams = request.app.state.streams
             return streams.open(job_id, source, after)
@@ -185,11 +186,6 @@ def _page_or_stream(request: Request, job_id: str, source: Source[Item], limit: 
 
 def _is_stream(request: Request) -> bool:
     return EVENT_STREAM in request.headers.get("accept", "")
-
-
-def _require_job(session: Session, job_id: str, tenant: str | None) -> None:
-    if store.jobs.find_job(session, job_id, tenant) is None:
-        raise NotFound(f"there is no job {job_id}")
 
 
 def _no_such_item(after: str, kind: str) -> InvalidRequest:

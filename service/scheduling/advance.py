@@ -18,8 +18,23 @@ class Advance:
     ends: tuple[ComparisonState, str] | None = None
 
 
-def advance(spec: ComparisonSpec, outcomes: Outcomes) -> Advance:
-    """Decide how a comparison goes on after these outcomes. What is wanted may be under way already."""
+def advance(spec: ComparisonSpec, outcomes: Outcomes, used_slot_hours: float = 0.0) -> Advance:
+    """Decide how a comparison goes on after these outcomes. What is wanted may be under way already.
+
+    used_slot_hours: what its jobs have taken. Outcomes count before the budget: an answer that is there is given.
+    """
+    decided = _advance(spec, outcomes)
+    budget = spec.budget_slot_hours
+    if decided.ends is not None or budget is None or used_slot_hours < budget:
+        return decided
+    question = Question.of(spec)
+    others = [arm for arm in range(len(question.arms)) if arm != question.baseline]
+    num_open = sum(not stand(question, arm, outcomes).is_decided for arm in others)
+    message = f"its budget of {budget:g} slot hours is used; {num_open} of {len(others)} arms have no certain answer"
+    return Advance(ends=(ComparisonState.FINISHED, message))
+
+
+def _advance(spec: ComparisonSpec, outcomes: Outcomes) -> Advance:
     question = Question.of(spec)
     noise = [(arm, seed) for seed in spec.child_seeds[:NUM_NOISE_SEEDS] for arm in (question.baseline, NOISE)]
     waits_for_noise = [child for child in noise if child not in outcomes]

@@ -1,17 +1,25 @@
 """Decides which jobs run next, and says in words and numbers why the others wait. Pure: facts in, decisions out.
 
 A job takes all its slots at once or none; an elastic job takes as many as it may have and are free. Within a pool the order is
-strict: by priority, then by age. A job that does not fit holds back the jobs behind it, so that small jobs cannot starve a
-large one. A job that cannot run yet for a reason of its own (it backs off, or its last attempt may still be alive) is passed
-over and holds back no other job.
+strict. Jobs go by priority. If several tenants have jobs of the highest priority, the one is next that has the fewest slots for
+its share, and of equal ones the one whose last start is longest ago. Within a tenant jobs go by age.
+
+A job that does not fit holds back the jobs behind it, so that small jobs cannot starve a large one. They may borrow slots which
+it cannot use yet: they start, and make way once it fits with what is free and what was lent. A job that its tenant's
+limit holds back does so to that tenant's jobs alone. A job that cannot run yet for a reason of its own (it backs off, or its
+last attempt may still be alive) is passed over and holds back no other job.
 """
 
+import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Protocol
 
-from octet.api_schemas import FailureReason, PoolConfig
+from octet.api_schemas import FailureReason
+from octet.api_schemas.resources import TenantConfig
+from octet.service.store.queue import Loan, Use
 
 WAITS_FOR_PLAN = "the memory that it takes is being planned; others are placed meanwhile"
 
@@ -23,6 +31,8 @@ class Queued(Protocol):
     def id(self) -> str: ...
     @property
     def pool(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
     @property
     def workers(self) -> int: ...
     @property
@@ -45,28 +55,23 @@ class Queued(Protocol):
 class PoolState:
     """The slots of a pool: configured, present (None until the cluster says), and taken by attempts not yet released.
 
-    needs_plans: it states its devices' memory, so that jobs are planned before they are placed.
+    needs_plans: it states its devices' memory, so that jobs are planned before they are placed. used: by tenant. lent: to
+    attempts that make way when they are asked to. leaving: of attempts that end.
     """
 
     name: str
     slots: int
     slots_present: int | None
-    slots_used: int
+    used: Mapping[str, Use] = field(default_factory=dict)
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     needs_plans: bool = False
+    backfills: bool = True
+    lent: int = 0
+    leaving: int = 0
 
     @property
     def slots_free(self) -> int:
-        return max(0, min(self.slots, self.slots_present or 0) - self.slots_used)
-
-
-def pool_states(
-    pools: Iterable[PoolConfig], slots_present: Mapping[str, int], slots_used: Mapping[str, int]
-) -> list[PoolState]:
-    """Join the configured pools with the slots that the cluster has and that attempts take."""
-    return [
-        PoolState(pool.name, pool.slots, slots_present.get(pool.name), slots_used.get(pool.name, 0), pool.plans_jobs)
-        for pool in pools
-    ]
+        return max(0, min(self.slots, self.slots_present or 0) - sum(use.slots for use in self.used.values()))
 
 
 @dataclass(frozen=True)
@@ -82,15 +87,19 @@ class Decision:
     """The decision about one job. `position` counts from 1 within the pool; `why` says why it waits, or is None if it starts.
 
     workers: ranks that it starts with. free: slots that the pool had for it. `holds_back` is true for the job for which all
-    others behind it wait, unless they have a reason of their own.
+    others behind it wait, unless they have a reason of their own. borrows: it starts on slots that this job cannot use yet.
+    short: the slots that attempts have to give back for a job which fits then.
     """
 
     job_id: str
+    pool: str
     position: int
     why: str | None
     workers: int | None = None
     free: int | None = None
     holds_back: bool = False
+    borrows: bool = False
+    short: int = 0
 
 
 def decide(
@@ -116,23 +125,146 @@ def _decide_pool(
     jobs: list[Queued], pool: PoolState | None, now: datetime, lease_grace: timedelta, space: Space | None
 ) -> Iterator[Decision]:
     free = pool.slots_free if pool else 0
-    blocker: Queued | None = None
-    for position, job in enumerate(jobs, start=1):
+    ahead: _Ahead | None = None
+    for position, (job, tenant) in enumerate(_Turns(jobs, pool), start=1):
         own_reason = _own_reason(job, now, lease_grace) or _space_reason(job, space) or _plan_reason(job, pool)
-        why = own_reason or _pool_reason(job, pool, free, blocker)
-        holds_back = why is not None and own_reason is None and blocker is None
+        limit_reason = None if own_reason or pool is None else tenant.limit_reason(job, pool.name)
+        why = own_reason or limit_reason or _pool_reason(job, pool, free, ahead)
         if why is None:
-            workers = most_of(job.worker_counts, free)
+            spare = free if ahead is None else ahead.spare(free)
+            workers = most_of(job.worker_counts, min(spare, tenant.slots_left))
             assert workers is not None
-            yield Decision(job.id, position, why, workers, free)
+            yield Decision(job.id, job.pool, position, why, workers, free, borrows=ahead is not None)
+            tenant.take(workers, position)
             free -= workers
+            if ahead is not None:
+                ahead.lent += workers
             continue
+        if limit_reason is not None:
+            tenant.blocker = tenant.blocker or job
+        elif own_reason is None:
+            tenant.wait_for(job.worker_counts[-1], position)
+        holds_back = own_reason is None and limit_reason is None and ahead is None
+        short = 0
         if holds_back:
-            blocker = job
-        yield Decision(job.id, position, why, holds_back=holds_back)
+            ahead = _Ahead(job, pool)
+            short = ahead.short(free)
+        yield Decision(job.id, job.pool, position, why, holds_back=holds_back, short=short)
 
 
-def most_of(worker_counts: tuple[int, ...], free: int) -> int | None:
+class _Ahead:
+    """The job for which the jobs behind it wait, and the slots that come back to it."""
+
+    def __init__(self, job: Queued, pool: PoolState | None) -> None:
+        self.job = job
+        self.lent = pool.lent if pool else 0
+        self._leaving = pool.leaving if pool else 0
+        self._lends = pool is not None and pool.backfills
+
+    @property
+    def fewest(self) -> int:
+        """The slots that it waits for."""
+        return self.job.worker_counts[-1]
+
+    def spare(self, free: int) -> int:
+        """Return how many of the free slots jobs behind it may borrow.
+
+        All, while it would not fit even with those that come back; else those that it leaves over.
+        """
+        if not self._lends:
+            return 0
+        without_loans = free + self._leaving - self.fewest
+        return free if without_loans + self.lent < 0 else min(free, max(0, without_loans))
+
+    def short(self, free: int) -> int:
+        """Return how many lent slots it needs back, which is 0 as long as it would not fit with all of them."""
+        missing = self.fewest - free - self._leaving
+        return missing if 0 < missing <= self.lent else 0
+
+
+def to_reclaim(loans: Iterable[Loan], short: int) -> list[Loan]:
+    """Choose the attempts that make way, so that at least `short` slots come back: in their order, and none without need."""
+    chosen: list[Loan] = []
+    for loan in loans:
+        if sum(each.workers for each in chosen) < short:
+            chosen.append(loan)
+    for loan in list(chosen):
+        if sum(each.workers for each in chosen) - loan.workers >= short:
+            chosen.remove(loan)
+    return chosen
+
+
+class _Tenant:
+    """The jobs of one tenant in the queue of a pool, in their order, and what it takes of the pool."""
+
+    def __init__(self, name: str, jobs: Iterable[Queued], pool: PoolState | None) -> None:
+        self._name = name
+        self.jobs = deque(jobs)
+        config = pool.tenants.get(name) if pool else None
+        use = pool.used.get(name, Use()) if pool else Use()
+        self._config = config or TenantConfig()
+        self._slots, self._num_jobs = use.slots, use.jobs
+        self._slots_with_waiting = self._slots
+        # Without it, the small jobs of one tenant could start each time when a pool is empty, and a large one of another never.
+        self._last_turn = (0, 0.0 if use.started_at is None else use.started_at.timestamp())
+        self.blocker: Queued | None = None
+
+    @property
+    def turn(self) -> tuple[bool, int, float, tuple[int, float], str]:
+        """Sort the tenants by this: the least one's next job is next."""
+        job = self.jobs[0]
+        of_share = self._slots_with_waiting / self._config.share
+        return self.blocker is not None, -job.priority, of_share, self._last_turn, job.id
+
+    @property
+    def slots_left(self) -> int | float:
+        """The slots that it may still take by its limit."""
+        return math.inf if self._config.slots is None else max(0, self._config.slots - self._slots)
+
+    def take(self, slots: int, position: int) -> None:
+        """Count a job that starts."""
+        self._slots += slots
+        self._num_jobs += 1
+        self.wait_for(slots, position)
+
+    def wait_for(self, slots: int, position: int) -> None:
+        """Count a job that waits for slots, for the turns alone: the order shown is that in which jobs will start."""
+        self._slots_with_waiting += slots
+        self._last_turn = (1, position)
+
+    def limit_reason(self, job: Queued, pool: str) -> str | None:
+        of_pool = f"in pool {pool!r}"
+        if self.blocker is not None:
+            return f"{self.blocker.id} of the same tenant is ahead {of_pool} and waits for the tenant's limit"
+        if self._config.jobs is not None and self._num_jobs >= self._config.jobs:
+            return f"tenant {self._name!r} has {self._num_jobs} jobs {of_pool}, which is its limit"
+        fewest = job.worker_counts[-1]
+        if fewest > self.slots_left:
+            taken = f"{self._slots} of the {self._config.slots}"
+            return (
+                f"needs {fewest} slot{'s' if fewest > 1 else ''}; tenant {self._name!r} has {taken} that it may take {of_pool}"
+            )
+        return None
+
+
+class _Turns:
+    """The jobs of a pool in the order of the tenants' turns, which depends on what was decided about the jobs before."""
+
+    def __init__(self, jobs: Iterable[Queued], pool: PoolState | None) -> None:
+        by_tenant: dict[str, list[Queued]] = {}
+        for job in jobs:
+            by_tenant.setdefault(job.tenant, []).append(job)
+        self._waiting = [_Tenant(name, own, pool) for name, own in by_tenant.items()]
+
+    def __iter__(self) -> Iterator[tuple[Queued, _Tenant]]:
+        while self._waiting:
+            tenant = min(self._waiting, key=lambda each: each.turn)
+            yield tenant.jobs.popleft(), tenant
+            if not tenant.jobs:
+                self._waiting.remove(tenant)
+
+
+def most_of(worker_counts: tuple[int, ...], free: float) -> int | None:
     """Return the largest of the numbers of ranks that an attempt may have for which there are slots. None: there is none."""
     return next((count for count in worker_counts if count <= free), None)
 
@@ -165,16 +297,24 @@ def _plan_reason(job: Queued, pool: PoolState | None) -> str | None:
     return WAITS_FOR_PLAN if waits_for_plan(job, pool) else None
 
 
-def _pool_reason(job: Queued, pool: PoolState | None, free: int, blocker: Queued | None) -> str | None:
+def _pool_reason(job: Queued, pool: PoolState | None, free: int, ahead: _Ahead | None) -> str | None:
     if pool is None:
         return f"pool {job.pool!r} is not configured any more; ask the operator"
     if pool.slots_present is None:
         return f"the cluster has not yet said what pool {pool.name!r} has"
-    if blocker is not None:
-        return f"{blocker.id} is ahead in pool {pool.name!r} and needs {blocker.worker_counts[-1]} slots; {free} are free"
+    there = min(pool.slots, pool.slots_present)
+    if ahead is not None:
+        if most_of(job.worker_counts, ahead.spare(free)) is not None:
+            return None
+        name = ahead.job.id if ahead.job.tenant == job.tenant else "of another tenant"
+        return f"behind a job that needs {_slots_of(ahead.job, pool)}; {free} of {there} are free. It is {name}"
     if most_of(job.worker_counts, free) is None:
-        there = min(pool.slots, pool.slots_present)
         missing = "" if there == pool.slots else f" ({pool.slots - there} of {pool.slots} are away)"
-        fewest = job.worker_counts[-1]
-        return f"needs {fewest} slots of pool {pool.name!r}; {free} of {there} are free{missing}"
+        return f"needs {_slots_of(job, pool)}; {free} of {there} are free{missing}"
     return None
+
+
+def _slots_of(job: Queued, pool: PoolState) -> str:
+    """Write the fewest slots with which a job starts."""
+    fewest = job.worker_counts[-1]
+    return f"{fewest} slot{'s' if fewest > 1 else ''} of pool {pool.name!r}"

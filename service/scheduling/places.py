@@ -11,7 +11,8 @@ from octet.api_schemas import FailureReason, JobState, QueuePlace
 from octet.service import store
 from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
-from octet.service.scheduling.decide import Decision, PoolState, decide, pool_states, waits_for_plan
+from octet.service.scheduling.decide import Decision, PoolState, decide, waits_for_plan
+from octet.service.scheduling.pools import read_pools
 from octet.service.scheduling.space import space_for
 from octet.service.settings import Settings
 from octet.service.store.queue import Place, QueuedJob
@@ -28,6 +29,7 @@ class _Known:
     version: int
     num_queued: dict[str, int]
     positions: dict[str, int] = field(default_factory=dict)
+    num_tenants: dict[str, int] = field(default_factory=dict)
     heads: dict[str, list[QueuedJob]] = field(default_factory=dict)
     states: list[PoolState] | None = None
     places: dict[str, dict[str, Decision]] = field(default_factory=dict)
@@ -63,9 +65,17 @@ class QueuePlaces:
         unknown = [job for job in jobs if job.id not in known.positions]
         known.positions |= store.queue.positions(transaction, unknown, known.num_queued)
         decided: dict[str, Decision] = {}
-        for pool in {job.pool for job in jobs if known.positions[job.id] <= store.queue.HEAD_OF_QUEUE}:
+        for pool in {job.pool for job in jobs if self._may_be_ahead(transaction, job, known)}:
             decided |= known.places.get(pool) or self._decide(transaction, pool, known)
         return {job.id: place_of(job, decided.get(job.id), known.positions[job.id]) for job in jobs}
+
+    def _may_be_ahead(self, transaction: Transaction, job: Place, known: _Known) -> bool:
+        """Return False for a job far back, which is not decided about. Of several tenants each has a head of its own."""
+        if known.positions[job.id] <= store.queue.HEAD_OF_QUEUE:
+            return True
+        if job.pool not in known.num_tenants:
+            known.num_tenants[job.pool] = len(store.queue.tenants_waiting(transaction, job.pool))
+        return known.num_tenants[job.pool] > 1
 
     def _decide(self, transaction: Transaction, pool: str, known: _Known) -> dict[str, Decision]:
         """Decide about the head of a pool's queue. It is kept unless it changes with time or with space on the disk."""
@@ -80,8 +90,7 @@ class QueuePlaces:
 
     def _decided(self, transaction: Transaction, queue: Sequence[QueuedJob], known: _Known) -> list[Decision]:
         if known.states is None:
-            present, used = store.queue.slots_present(transaction), store.queue.slots_used(transaction)
-            known.states = pool_states(self._settings.pools, present, used)
+            known.states = read_pools(transaction, self._settings.pools)
         now, space = self._database.now(transaction), space_for(queue, self._settings)
         return decide(queue, known.states, now, self._settings.lease_grace_s, space)
 
@@ -92,7 +101,7 @@ def _changes_by_itself(job: QueuedJob) -> bool:
 
 
 def place_of(job: Place, decision: Decision | None, position: int) -> QueuePlace:
-    """Say where a job stands. Jobs far back are not decided about."""
+    """Say where a job stands. Jobs far back are not decided about: their position is by priority and age alone."""
     if decision is None:
         return QueuePlace(position=position, why=f"{position - 1} jobs are ahead in pool {job.pool!r}")
-    return QueuePlace(position=position, why=decision.why or STARTS_SOON)
+    return QueuePlace(position=decision.position, why=decision.why or STARTS_SOON)

@@ -1,6 +1,7 @@
 """All SQL of the control plane, in plain functions. The caller owns the session and with it the transaction."""
 
 from octet.service.store import (
+    alerts,
     audit,
     comparisons,
     curves,
@@ -16,6 +17,7 @@ from octet.service.store import (
 )
 
 __all__ = [
+    "alerts",
     "audit",
     "comparisons",
     "curves",

@@ -11,7 +11,8 @@ from sqlalchemy.orm import Session
 
 from octet.api_schemas import JobState
 from octet.api_schemas.comparison import ComparisonState, OutcomeKind
-from octet.service.db.tables import ComparisonChildRow, ComparisonRow, JobRow
+from octet.service.db.tables import AttemptRow, ComparisonChildRow, ComparisonRow, JobRow
+from octet.service.store.queue import hours_of_slots
 
 _OVER = [state for state in JobState if state.is_terminal]
 
@@ -58,6 +59,11 @@ class ChildSummary(NamedTuple):
     finished_at: datetime | None
 
 
+def is_child(session: Session, job_id: str) -> bool:
+    """Return True for a job that a comparison has queued."""
+    return session.scalar(select(ComparisonChildRow.job_id).where(ComparisonChildRow.job_id == job_id)) is not None
+
+
 def children_of(session: Session, comparison_id: str) -> list[ChildSummary]:
     """List the children of a comparison: by seed, then by arm."""
     return [ChildSummary(*row) for row in session.execute(_CHILDREN, {"id": comparison_id})]
@@ -81,19 +87,29 @@ def forget_outcome(session: Session, job_id: str) -> None:
     session.execute(_FORGET, {"child_job_id": job_id})
 
 
-def to_advance(session: Session) -> list[str]:
-    """List the running comparisons that have a child that ended, or that may queue another one; oldest first."""
+def to_advance(session: Session, now: datetime) -> list[str]:
+    """List the running comparisons that have a child that ended, may queue another one, or have used their budgets.
+
+    The oldest are first.
+    """
     found = []
     for comparison_id, spec, queues_more, num_alive, num_ended in session.execute(_RUNNING):
-        if num_ended or (queues_more and num_alive < _at_once(spec)):
+        budget = _number(spec, "budget_slot_hours")
+        is_used = budget is not None and slot_hours(session, comparison_id, now) >= budget
+        if num_ended or is_used or (queues_more and num_alive < (_number(spec, "at_once") or math.inf)):
             found.append(comparison_id)
     return found
 
 
-def _at_once(spec: Any) -> float:
-    """Read how many children may be alive. A stored comparison that lacks it is advanced, which says what is wrong with it."""
-    at_once = spec.get("at_once") if isinstance(spec, dict) else None
-    return at_once if isinstance(at_once, int) else math.inf
+def slot_hours(session: Session, comparison_id: str, now: datetime) -> float:
+    """Add up the hours for which the attempts of a comparison's children have had slots, for each slot."""
+    return hours_of_slots(session.execute(_ATTEMPTS, {"id": comparison_id}), now)
+
+
+def _number(spec: Any, name: str) -> float | None:
+    """Read a number of a stored comparison. One that lacks what it needs is advanced, which says what is wrong with it."""
+    value = spec.get(name) if isinstance(spec, dict) else None
+    return value if isinstance(value, int | float) else None
 
 
 def end(row: ComparisonRow, state: ComparisonState, message: str, now: datetime) -> None:
@@ -128,6 +144,11 @@ _TO_WRITE = (
     select(ComparisonRow).where(ComparisonRow.id == bindparam("id")).with_for_update().execution_options(populate_existing=True)
 )
 _OF_COMPARISON = ComparisonChildRow.comparison_id == bindparam("id")
+_ATTEMPTS = (
+    select(AttemptRow.workers, AttemptRow.created_at, AttemptRow.finished_at)
+    .join(ComparisonChildRow, ComparisonChildRow.job_id == AttemptRow.job_id)
+    .where(_OF_COMPARISON)
+)
 _KIND = ComparisonChildRow.outcome["kind"].as_string()
 _CHILDREN = (
     select(ComparisonChildRow.arm, ComparisonChildRow.seed, ComparisonChildRow.job_id, _KIND, JobRow.state, JobRow.finished_at)

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sqlalchemy import (
     BindParameter,
@@ -29,10 +29,12 @@ from sqlalchemy.orm import Session, aliased, load_only
 
 from octet.api_schemas import AttemptRef, AttemptState, DesiredState, FailureReason, JobSpec
 from octet.service.db.bulk import Transaction, connection_of
-from octet.service.db.tables import AttemptRow, CheckpointRow, JobRow, LeaseRow, PoolCapacityRow
+from octet.service.db.tables import AttemptRow, CheckpointRow, JobRow, LastStartRow, LeaseRow, PoolCapacityRow
 
 LEADER = "dispatcher"
 HEAD_OF_QUEUE = 200
+SHORTEST_HEAD = 20
+"""Jobs of each tenant that are looked at, however many tenants wait."""
 FEW_BEHIND = 1000
 LOOP_PRECISION = timedelta(seconds=10)
 _LOOP = "loop:"
@@ -52,6 +54,7 @@ class QueuedJob(NamedTuple):
 
     id: str
     pool: str
+    tenant: str
     workers: int
     priority: int
     not_before: datetime | None
@@ -73,20 +76,40 @@ class ShrunkAttempt(NamedTuple):
     checkpoint_at: datetime | None
 
 
+class Use(NamedTuple):
+    """The slots that a tenant's attempts take of a pool until they are released, the number of these attempts, and the moment
+    when its last one was placed.
+    """
+
+    slots: int = 0
+    jobs: int = 0
+    started_at: datetime | None = None
+
+
 def head_of_queue(transaction: Transaction, pool: str) -> list[QueuedJob]:
-    """List the first jobs of a pool's queue in order: enough to fill the pool, and few enough to read often.
+    """List the first jobs of each tenant in a pool's queue, by priority and age: enough to fill the pool, and few to read.
 
     The index of the queue is in the order of priorities, but within one priority it would be read from the wrong end, so
     sorting would read the whole queue. Instead: all jobs above the priority of the last job in the head, and as many as
     needed of that priority.
     """
-    parameters = {"pool": pool, "head": HEAD_OF_QUEUE, "others": HEAD_OF_QUEUE - 1}
     connection = connection_of(transaction)
-    lowest = connection.scalar(_LOWEST_IN_HEAD, parameters)
-    query = _WHOLE_QUEUE if lowest is None else _HEAD_OF_QUEUE
-    rows = connection.execute(query, parameters | {"lowest": lowest}).all()
-    counts = _counts_of(connection, [row[0] for row in rows if row[-1] is not None])
-    return [QueuedJob(*row[:-1], counts.get(row[0], (row[2],))) for row in rows]
+    tenants = tenants_waiting(transaction, pool)
+    length = max(HEAD_OF_QUEUE // max(1, len(tenants)), SHORTEST_HEAD)
+    rows: list[Any] = []
+    for tenant in tenants:
+        parameters = {"pool": pool, "tenant": tenant, "head": length, "others": length - 1}
+        lowest = connection.scalar(_LOWEST_IN_HEAD, parameters)
+        query = _WHOLE_QUEUE if lowest is None else _HEAD_OF_QUEUE
+        rows += connection.execute(query, parameters | {"lowest": lowest}).all()
+    counts = _counts_of(connection, [row.id for row in rows if row.min_workers is not None])
+    jobs = [QueuedJob._make((*row[:-1], counts.get(row.id, (row.workers,)))) for row in rows]
+    return jobs if len(tenants) == 1 else sorted(jobs, key=lambda job: (-job.priority, job.id))
+
+
+def tenants_waiting(transaction: Transaction, pool: str) -> list[str]:
+    """List the tenants that have jobs in a pool's queue. It reads one entry of the index for each."""
+    return list(connection_of(transaction).scalars(_TENANTS_WAITING, {"pool": pool}))
 
 
 def specs_of(transaction: Transaction, job_ids: Sequence[str]) -> dict[str, str]:
@@ -109,12 +132,13 @@ def _worker_counts(spec: str) -> tuple[int, ...]:
 
 def _in_order(
     *conditions: ColumnElement[bool],
-) -> Select[str, str, int, int, datetime | None, bool, datetime | None, FailureReason | None, bool, int | None]:
+) -> Select[str, str, str, int, int, datetime | None, bool, datetime | None, FailureReason | None, bool, int | None]:
     last = aliased(AttemptRow)
     return (
         select(
             JobRow.id,
             JobRow.pool,
+            JobRow.tenant,
             JobRow.workers,
             JobRow.priority,
             JobRow.not_before,
@@ -135,18 +159,23 @@ def _in_order(
 # All statements below are built once: to build them costs more than to execute them.
 _HEAD: BindParameter[int] = bindparam("head", type_=Integer)
 _OF_POOL = (_IS_QUEUED, JobRow.pool == bindparam("pool"))
+_OF_TENANT = (*_OF_POOL, JobRow.tenant == bindparam("tenant"))
 _LOWEST: BindParameter[int] = bindparam("lowest", type_=Integer)
 _LOWEST_IN_HEAD = (
     select(JobRow.priority)
-    .where(*_OF_POOL)
+    .where(*_OF_TENANT)
     .order_by(JobRow.priority.desc())
     .limit(1)
     .offset(bindparam("others", type_=Integer))
 )
-_OLDEST_OF_LOWEST = select(JobRow.id).where(*_OF_POOL, JobRow.priority == _LOWEST).order_by(JobRow.id).limit(_HEAD).subquery()
-_ABOVE_LOWEST = select(JobRow.id).where(*_OF_POOL, JobRow.priority > _LOWEST)
-_WHOLE_QUEUE = _in_order(*_OF_POOL)
+_OLDEST_OF_LOWEST = select(JobRow.id).where(*_OF_TENANT, JobRow.priority == _LOWEST).order_by(JobRow.id).limit(_HEAD).subquery()
+_ABOVE_LOWEST = select(JobRow.id).where(*_OF_TENANT, JobRow.priority > _LOWEST)
+_WHOLE_QUEUE = _in_order(*_OF_TENANT)
 _HEAD_OF_QUEUE = _in_order(JobRow.id.in_(union_all(select(_OLDEST_OF_LOWEST.c.id), _ABOVE_LOWEST)))
+_FIRST_TENANT = select(func.min(JobRow.tenant).label("tenant")).where(*_OF_POOL).cte("waiting", recursive=True)
+_NEXT_TENANT = select(func.min(JobRow.tenant)).where(*_OF_POOL, JobRow.tenant > _FIRST_TENANT.c.tenant).scalar_subquery()
+_EACH_TENANT = _FIRST_TENANT.union_all(select(_NEXT_TENANT).where(_FIRST_TENANT.c.tenant.is_not(None)))
+_TENANTS_WAITING = select(_EACH_TENANT.c.tenant).where(_EACH_TENANT.c.tenant.is_not(None))
 
 
 class Place(Protocol):
@@ -204,9 +233,50 @@ _FROM_FIRST_TO_LAST = select(JobRow.id, func.row_number().over(order_by=JobRow.i
 )
 
 
+def use_by_tenant(transaction: Transaction) -> dict[str, dict[str, Use]]:
+    """Count what attempts hold, by pool and tenant. An attempt holds its slots until its processes are known to be gone."""
+    found: dict[str, dict[str, Use]] = {}
+    connection = connection_of(transaction)
+    for pool, tenant, started_at in connection.execute(_LAST_STARTS):
+        found.setdefault(pool, {})[tenant] = Use(started_at=started_at)
+    for pool, tenant, slots, jobs in connection.execute(_USE):
+        of_pool = found.setdefault(pool, {})
+        of_pool[tenant] = of_pool.get(tenant, Use())._replace(slots=int(slots), jobs=jobs)
+    return found
+
+
+def note_starts(session: Session, started: Iterable[tuple[str, str]], now: datetime) -> None:
+    """Write that jobs of these pools and tenants were placed."""
+    for pool, tenant in started:
+        session.merge(LastStartRow(pool=pool, tenant=tenant, started_at=now))
+
+
+class Loan(NamedTuple):
+    """An attempt on slots that a job ahead of it cannot use yet."""
+
+    attempt_id: str
+    pool: str
+    workers: int
+
+
+def loans(transaction: Transaction) -> list[Loan]:
+    """List the attempts on lent slots that nobody has asked to end, in the order in which they give them back."""
+    return [Loan(*row) for row in connection_of(transaction).execute(_LOANS)]
+
+
+def slots_leaving(transaction: Transaction) -> dict[str, int]:
+    """Count the slots of attempts that have ended or were asked to, by pool. They are free soon."""
+    return {pool: int(slots) for pool, slots in connection_of(transaction).execute(_LEAVING)}
+
+
+def end_loans(session: Session, pool: str) -> None:
+    """Give the attempts of a pool the slots that they were lent: nobody waits ahead of them."""
+    session.execute(update(AttemptRow).where(AttemptRow.pool == pool, AttemptRow.is_lent, _HOLDS_SLOTS).values(is_lent=False))
+
+
 def slots_used(transaction: Transaction) -> dict[str, int]:
-    """Count the slots that attempts hold, by pool. An attempt holds them until its processes are known to be gone."""
-    return {pool: int(used) for pool, used in connection_of(transaction).execute(_SLOTS_USED)}
+    """Count the slots that attempts hold, by pool."""
+    return {pool: sum(use.slots for use in uses.values()) for pool, uses in use_by_tenant(transaction).items()}
 
 
 def slots_present(transaction: Transaction) -> dict[str, int]:
@@ -238,6 +308,29 @@ def shrunk_attempts(session: Session) -> list[ShrunkAttempt]:
         )
         for attempt_id, epoch, job_id, pool, workers, spec, checkpoint_at in session.execute(_SHRUNK)
     ]
+
+
+class Limited(NamedTuple):
+    """A live job that may take no more than some hours of slots, and the hours that it has taken."""
+
+    job_id: str
+    max_slot_hours: float
+    slot_hours: float
+
+
+def limited_jobs(session: Session, now: datetime) -> list[Limited]:
+    """List the jobs with a limit that have a live attempt, and that nobody has asked to stop."""
+    return [Limited(job_id, most, slot_hours(session, job_id, now)) for job_id, most in session.execute(_LIMITED)]
+
+
+def slot_hours(session: Session, job_id: str, now: datetime) -> float:
+    """Add up the hours for which a job's attempts have had slots, for each slot."""
+    return hours_of_slots(session.execute(_ATTEMPTS_OF_JOB, {"job_id": job_id}), now)
+
+
+def hours_of_slots(attempts: Iterable[tuple[int, datetime, datetime | None]], now: datetime) -> float:
+    """Add up the hours of attempts, each for its slots. attempts: slots, begin, and end or None."""
+    return sum(slots * ((end or now) - begin).total_seconds() for slots, begin, end in attempts) / 3600
 
 
 def attempts_to_judge(session: Session, attempt_ids: Sequence[str]) -> list[tuple[AttemptRow, JobRow]]:
@@ -281,6 +374,16 @@ _TO_JUDGE = (
     .options(load_only(JobRow.desired, JobRow.stop_requested_at, raiseload=True))
     .order_by(AttemptRow.id)
 )
+_MAX_SLOT_HOURS = JobRow.spec["resources"]["max_slot_hours"].as_float()
+_LIMITED = (
+    select(JobRow.id, _MAX_SLOT_HOURS)
+    .join(AttemptRow, AttemptRow.job_id == JobRow.id)
+    .where(AttemptRow.state.in_(_LIVE), JobRow.desired == DesiredState.RUN, _MAX_SLOT_HOURS.is_not(None))
+    .order_by(JobRow.id)
+)
+_ATTEMPTS_OF_JOB = select(AttemptRow.workers, AttemptRow.created_at, AttemptRow.finished_at).where(
+    AttemptRow.job_id == bindparam("job_id")
+)
 _NEWEST = select(func.max(CheckpointRow.created_at)).where(CheckpointRow.attempt_id == AttemptRow.id).scalar_subquery()
 _SHRUNK = (
     select(AttemptRow.id, AttemptRow.epoch, JobRow.id, AttemptRow.pool, AttemptRow.workers, cast(JobRow.spec, Text), _NEWEST)
@@ -290,8 +393,26 @@ _SHRUNK = (
     .order_by(AttemptRow.id)
 )
 _SLOTS_PRESENT = select(PoolCapacityRow.pool, PoolCapacityRow.slots_present)
-_SLOTS_USED = (
-    select(AttemptRow.pool, func.sum(AttemptRow.workers)).where(AttemptRow.released_at.is_(None)).group_by(AttemptRow.pool)
+_HOLDS_SLOTS = AttemptRow.released_at.is_(None)
+_LAST_STARTS = select(LastStartRow.pool, LastStartRow.tenant, LastStartRow.started_at)
+_USE = (
+    select(AttemptRow.pool, JobRow.tenant, func.sum(AttemptRow.workers), func.count())
+    .join(JobRow, JobRow.id == AttemptRow.job_id)
+    .where(_HOLDS_SLOTS)
+    .group_by(AttemptRow.pool, JobRow.tenant)
+)
+_GOES_ON = AttemptRow.state.in_(_LIVE) & (JobRow.desired == DesiredState.RUN)
+_LOANS = (
+    select(AttemptRow.id, AttemptRow.pool, AttemptRow.workers)
+    .join(JobRow, JobRow.id == AttemptRow.job_id)
+    .where(_HOLDS_SLOTS, AttemptRow.is_lent, _GOES_ON)
+    .order_by(JobRow.priority, JobRow.id.desc())
+)
+_LEAVING = (
+    select(AttemptRow.pool, func.sum(AttemptRow.workers))
+    .join(JobRow, JobRow.id == AttemptRow.job_id)
+    .where(_HOLDS_SLOTS, ~_GOES_ON)
+    .group_by(AttemptRow.pool)
 )
 
 
@@ -337,9 +458,15 @@ def end_lease_of(session: Session, name: str, holder: str, now: datetime) -> Non
     session.execute(update(LeaseRow).where(*held).values(expires_at=now))
 
 
-def lease_is_held(session: Session, name: str, now: datetime) -> bool:
+def lease_until(session: Session, name: str) -> datetime | None:
+    """Return the end of a lease, which may be over; None if nobody ever held it."""
     lease = session.get(LeaseRow, name)
-    return lease is not None and lease.expires_at > now
+    return lease.expires_at if lease is not None else None
+
+
+def lease_is_held(session: Session, name: str, now: datetime) -> bool:
+    until = lease_until(session, name)
+    return until is not None and until > now
 
 
 def note_loops(session: Session, holder: str, token: str, seconds_left: Mapping[str, float], now: datetime) -> None:
@@ -360,9 +487,14 @@ def forget_loops(session: Session) -> None:
     session.connection().execute(_FORGET_LOOPS)
 
 
+def loops_until(session: Session) -> dict[str, datetime]:
+    """Return the moment by which each loop of the leader has to make progress; it is over for a loop that stalls."""
+    return {row.name.removeprefix(_LOOP): row.expires_at for row in session.scalars(_LOOPS)}
+
+
 def loops_stalled(session: Session, now: datetime) -> dict[str, bool]:
     """The loops of the leader; true for a loop that has made no progress for too long."""
-    return {row.name.removeprefix(_LOOP): row.expires_at <= now for row in session.scalars(_LOOPS)}
+    return {name: until <= now for name, until in loops_until(session).items()}
 
 
 _LEASE = select(LeaseRow).where(LeaseRow.name == bindparam("name")).execution_options(populate_existing=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import ColumnElement, delete, func, insert, or_, select
 from sqlalchemy.orm import Session
@@ -18,19 +18,11 @@ from octet.service.db.tables import (
     JobRow,
     LogLineRow,
     MeasurementRow,
-    ReportStreamRow,
 )
 from octet.service.store import curves
 
-
-def last_sequence(session: Session, attempt_id: str, rank: int) -> int:
-    """The sequence number of the rank's last report that was applied; 0 before the first."""
-    row = session.get(ReportStreamRow, (attempt_id, rank))
-    return row.last_seq if row is not None else 0
-
-
-def set_last_sequence(session: Session, attempt_id: str, rank: int, seq: int) -> None:
-    session.merge(ReportStreamRow(attempt_id=attempt_id, rank=rank, last_seq=seq))
+Saved = TypeVar("Saved", CheckpointRow, ExportRow)
+"""A row of a folder that a job saves."""
 
 
 def put_exporter(session: Session, attempt_id: str, rank: int, address: str) -> None:
@@ -108,10 +100,9 @@ def newest_checkpoints(session: Session, job_id: str, limit: int) -> list[Checkp
     return list(session.scalars(query))
 
 
-def find_checkpoint(session: Session, job_id: str, name: str) -> CheckpointRow | None:
-    """Find a checkpoint of a job by the name of its folder or by its id."""
-    either = or_(CheckpointRow.name == name, CheckpointRow.id == name)
-    return session.scalar(select(CheckpointRow).where(CheckpointRow.job_id == job_id, either))
+def find_saved(session: Session, table: type[Saved], job_id: str, name: str) -> Saved | None:
+    """Find a checkpoint or an export of a job by the name of its folder or by its id."""
+    return session.scalar(select(table).where(table.job_id == job_id, or_(table.name == name, table.id == name)))
 
 
 def checkpoint_step(session: Session, job_id: str, checkpoint_id: str) -> int | None:
@@ -121,7 +112,7 @@ def checkpoint_step(session: Session, job_id: str, checkpoint_id: str) -> int | 
 
 def put_export(session: Session, row: ExportRow) -> bool:
     """Add an export in the place of one of the same name. Returns whether it is another than that one."""
-    before = find_export(session, row.job_id, row.name)
+    before = find_saved(session, ExportRow, row.job_id, row.name)
     if before is not None and before.sha256 == row.sha256:
         return False
     session.execute(delete(ExportRow).where(ExportRow.job_id == row.job_id, ExportRow.name == row.name))
@@ -138,12 +129,6 @@ def last_exports(session: Session, job_ids: Sequence[str]) -> dict[str, ExportRo
     """Find the newest export of each job; by job id."""
     rows = session.scalars(select(ExportRow).where(ExportRow.job_id.in_(job_ids)).order_by(ExportRow.created_at, ExportRow.id))
     return {row.job_id: row for row in rows}
-
-
-def find_export(session: Session, job_id: str, name: str) -> ExportRow | None:
-    """Find an export of a job by the name of its folder or by its id."""
-    either = or_(ExportRow.name == name, ExportRow.id == name)
-    return session.scalar(select(ExportRow).where(ExportRow.job_id == job_id, either))
 
 
 COUNTS = ("num_parameters", "num_layers_converted", "num_layers_filtered", "num_layers_skipped")

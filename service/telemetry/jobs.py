@@ -19,6 +19,7 @@ from octet.service import store
 from octet.service.db.engine import Database
 from octet.service.db.tables import AttemptRow, CheckpointRow, EvaluationRow, ExportRow, JobRow
 from octet.service.jobs import views
+from octet.service.jobs.alerts import checkpoint_interval_s
 from octet.service.jobs.attempts import START_PHASES
 from octet.service.store.curves import Point
 
@@ -185,7 +186,7 @@ def _values(reported: Reported) -> Iterator[Value]:
     yield "octet_job_step", job.step, ()
     yield "octet_job_loss", job.loss, ()
     yield "octet_job_tokens_per_second", job.tokens_per_s, ()
-    yield "octet_job_remaining_seconds", job.remaining_s, ()
+    yield "octet_job_remaining_seconds", job.remaining_s if job.finished_at is None else None, ()
     yield "octet_job_attempts", job.num_attempts, ()
     yield "octet_job_failures", job.num_failures + job.num_platform_failures, ()
     yield "octet_job_started_timestamp_seconds", job.started_at.timestamp() if job.started_at else None, ()
@@ -194,9 +195,8 @@ def _values(reported: Reported) -> Iterator[Value]:
         yield "octet_job_learning_rate", metric.learning_rate, ()
         yield "octet_job_step_duration_seconds", metric.step_time_s, ()
         yield "octet_job_data_wait_seconds", metric.data_wait_s, ()
-        training = job.spec["training"]
-        intervals_s = training["checkpoint_every"] * metric.step_time_s, training.get("checkpoint_every_minutes", 0) * 60
-        yield "octet_job_checkpoint_interval_seconds", min(filter(None, intervals_s), default=None), ()
+        interval_s = checkpoint_interval_s(job.spec["training"], metric.step_time_s)
+        yield "octet_job_checkpoint_interval_seconds", interval_s, ()
     if evaluation is not None:
         yield from _values_of_evaluation(evaluation)
     if checkpoint is not None:

@@ -1,6 +1,5 @@
 """The table of rules: every path exists, every conflict is found, and the page and the JSON made from it are current."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from pydantic import ValidationError
 
 from octet.api_schemas import ExportSpec, ImageInput, JobSpec, OptimizerSpec, ScheduleSpec, SpecConflict, TokenInput, explain
 from octet.api_schemas.models import FAMILIES, Capabilities
-from octet.api_schemas.rules.document import rules_as_json, rules_as_page
+from octet.api_schemas.rules.document import rules_as_page
 from octet.api_schemas.rules.parts import LEARNING_RATE, OPTIMIZER
 from octet.api_schemas.rules.rule import Amount, Facts, Rule, Table, above, differs, equals, multiple_of
 from octet.api_schemas.rules.table import JOB, RULES, find_conflicts
@@ -26,15 +25,6 @@ def test_the_page_is_current() -> None:
     if os.environ.get("OCTET_UPDATE_SNAPSHOTS"):
         PAGE.write_text(current)
     assert current == PAGE.read_text(), "a rule changed: run `make snapshots` and review the diff of docs/combinations.md"
-
-
-def test_the_table_is_json() -> None:
-    table = json.loads(json.dumps(rules_as_json()))
-    assert len(table["rules"]) == len(RULES)
-    assert table["families"]["gpt"]["pipeline"] is True
-    assert {"field": "parallelism.pipeline", "relation": "above", "value": 1} in [
-        condition for rule in table["rules"] for condition in rule["when"]
-    ]
 
 
 def test_no_rule_stands_in_the_table_twice() -> None:

@@ -83,10 +83,10 @@ def reserve_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that is placed gets two attempts."""
     reserve = attempts.reserve
 
-    def twice(session: Session, job: JobRow, now: datetime, workers: int, free: int) -> None:
-        reserve(session, job, now, workers, free)
+    def twice(session: Session, job: JobRow, now: datetime, workers: int, free: int, *, is_lent: bool) -> None:
+        reserve(session, job, now, workers, free, is_lent=is_lent)
         job.state = JobState.QUEUED
-        reserve(session, job, now, workers, free)
+        reserve(session, job, now, workers, free, is_lent=is_lent)
 
     monkeypatch.setattr(attempts, "reserve", twice)
 

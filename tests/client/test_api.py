@@ -217,6 +217,7 @@ def test_models_levels_and_pools(client: Client) -> None:
     assert list(client.models()) == model_families()
     assert list(client.levels()) == list(LEVELS.values())
     assert [pool.name for pool in client.pools()] == ["cpu"]
+    assert [alert.name for alert in client.alerts()] == ["OctetNoLeader"]
 
 
 def test_nobody_leads_so_the_server_is_not_ready(client: Client) -> None:

@@ -36,6 +36,23 @@ def test_an_absent_server_is_named_with_what_to_do() -> None:
     assert failed.value.url == URL
 
 
+def test_a_429_is_sent_again_after_the_time_that_it_names(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("octet.client.connection.time.sleep", slept.append)
+    too_many = problem(429, code="too_many_requests")
+    too_many.headers["Retry-After"] = "7"
+    answers = [too_many, too_many, httpx.Response(200, content=make_job().model_dump_json())]
+    assert client_of(lambda _: answers.pop(0)).job("job_1").name == "first"
+    assert slept == [7.0, 7.0]
+
+
+def test_a_429_that_stays_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octet.client.connection.time.sleep", lambda _: None)
+    with pytest.raises(ApiError, match="It is not so") as refused:
+        client_of(lambda _: problem(429, code="too_many_requests")).job("job_1")
+    assert refused.value.problem.status == 429
+
+
 TOO_SLOW = httpx.Response(408, text="the head of the request did not arrive in time")
 LOST = [httpx.ConnectError("x"), httpx.ReadTimeout("x"), httpx.RemoteProtocolError("x")]
 

@@ -94,6 +94,7 @@ def test_a_pool_that_promises_more_than_nodes_offer_is_named(
     counts = {"slots": 4, "slots_used": 1, "jobs_queued": 2, "jobs_live": 1, "threads_per_worker": 1}
     pool = Pool(name="h100", accelerator="cuda", slots_present=present, memory_per_device_bytes=None, **counts)
     monkeypatch.setattr(Client, "pools", lambda _: iter([pool]))
+    monkeypatch.setattr(Client, "alerts", lambda _: [])
     monkeypatch.setattr(Client, "why_not_ready", lambda _: None)
     found = machine()["pool h100"]
     assert (found.standing, "nodes offer 1" in found.found) == (standing, present == 1)

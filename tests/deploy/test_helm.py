@@ -29,6 +29,7 @@ OTHER_POOL = {
     "slotsPerNode": 4,
     "threadsPerWorker": 4,
     "allowsEntrypoints": True,
+    "tenants": {"vision": {"share": 2.5, "slots": 4}, "speech": {"jobs": 2}},
     "scratch": "32Gi",
     "resources": {
         "requests": {"cpu": "32", "memory": "128Gi", "nvidia.com/gpu": "4"},
@@ -81,6 +82,7 @@ def test_values_arrive_where_they_belong() -> None:
     (api,) = found["Deployment/octet-api"]["spec"]["template"]["spec"]["containers"]
     assert api["image"] == OTHERS["images"]["control"]
     assert {"name": "OCTET_DATA_STORES", "value": "s3://corpus/books"} in api["env"]
+    assert {"name": "OCTET_RUNBOOKS_URL", "value": OTHERS["monitoring"]["docsUrl"]} in api["env"]
     assert found["Deployment/octet-api"]["spec"]["template"]["spec"]["imagePullSecrets"] == [{"name": "registry"}]
     assert found["PersistentVolumeClaim/octet-data"]["spec"]["storageClassName"] == "shared"
     monitor = found["ServiceMonitor/octet-api"]["spec"]["endpoints"][0]

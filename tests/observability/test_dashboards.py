@@ -201,6 +201,20 @@ def test_the_difference_by_step_is_a_curve_for_each_level_and_end_of_the_band() 
     assert all(f"yardstick, {end} of its seeds" in panel["targets"][0]["expr"] for end in ("highest", "lowest"))
 
 
+@each_board
+def test_no_axis_of_a_loss_begins_at_zero(board: Board) -> None:
+    """Levels differ by a hundredth of their loss, which bars and curves from 0 on hide."""
+    losses = [
+        panel
+        for panel in panels(board)
+        if all("_loss" in target["expr"] or "_perplexity" in target["expr"] for target in panel["targets"])
+    ]
+    assert {panel["type"] for panel in losses} <= {"timeseries", "xychart", "stat"}
+    assert [panel["title"] for panel in losses if panel["fieldConfig"]["defaults"].get("min") is not None] == []
+    drawn = [panel["title"] for panel in losses if panel["type"] == "timeseries"]
+    assert drawn == (["Loss", "Loss as each rank sees it", "Perplexity"] if board is job.BOARD else [])
+
+
 def test_a_state_has_the_same_colour_on_every_board() -> None:
     """ "starting" is no failure and "failed" is red; the terminal's hues are these too."""
     for state, color in STATE_COLORS.items():

@@ -52,3 +52,5 @@ def test_an_alert_leads_to_its_runbook(rule: dict[str, Any]) -> None:
     section = (ROOT / "docs/operations.md").read_text().partition(f"\n### {rule['alert']}\n")[2].partition("\n### ")[0]
     for part in ("**Means**", "**Look**", "**Do**"):
         assert part in section, f"the section {rule['alert']} of docs/operations.md lacks {part}"
+    asks_for_nothing = section.partition("**Do**")[2].startswith(" nothing")
+    assert not (asks_for_nothing and rule["labels"]["severity"] == "critical"), "critical means that somebody has to act"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from octet.service.http.streams import LIST_POLL_S, POLL_S
 from octet.service.settings import Settings
 from tests.kit.waiting import LONG_S
 from tests.page.stage import furnish, furnish_comparisons, stage
@@ -187,3 +188,56 @@ def until(page: "Page", expression: str) -> None:
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, expression
         page.wait_for_timeout(20)
+
+
+def drawn(page: "Page") -> None:
+    """Let the page draw what has changed: a chart draws in the next frame."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+IN_TIME_MS = 2000
+PAGE_MS = IN_TIME_MS - round(1000 * (LIST_POLL_S + POLL_S))
+"""The time that a page has, after the service has looked for what is new. The worker between them hands on at once."""
+HEARD = """
+window.octetHeard = [];
+window.SharedWorker = class extends SharedWorker {
+  constructor(...given) {
+    super(...given);
+    this.port.addEventListener("message", ({data}) => octetHeard.push(...data));
+  }
+};
+"""
+
+
+class PageClock:
+    """The clock of a page. It can stand, so that the machine's load has no part in what the page shows in time."""
+
+    def __init__(self, page: "Page") -> None:
+        """Take the clock of a page that has not been opened yet, and keep what the worker sends to it."""
+        self._page = page
+        page.add_init_script(HEARD)
+        page.clock.install()
+
+    def stop(self) -> None:
+        """Let the clock stand, and forget what was heard."""
+        self._page.evaluate("octetHeard.length = 0")
+        # Later than the page's present, which goes on meanwhile: the clock does not go back.
+        self._page.clock.pause_at(self._page.evaluate("Date.now()") / 1000 + LONG_S)
+
+    def hears(self, step: int, *kinds: str) -> None:
+        """Wait until messages of these kinds (points, row, rows) with a step have come to the page since the clock stands."""
+        has_step = f"[data, changed].flat().some((each) => [each?.step].flat().includes({step}))"
+        for kind in kinds:
+            until(self._page, f"octetHeard.some(({{kind, data, changed}}) => kind === '{kind}' && {has_step})")
+
+    def run(self) -> None:
+        """Let the rest of the two seconds pass."""
+        self._page.clock.run_for(PAGE_MS)
+
+    def go_on(self) -> None:
+        self._page.clock.resume()
+
+
+def label_of(page: "Page") -> str:
+    """Return the label of the first chart."""
+    return page.locator("canvas").first.get_attribute("aria-label") or ""

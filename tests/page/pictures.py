@@ -94,6 +94,7 @@ def shoot(url: str, jobs: dict[str, str], folder: Path) -> None:
                 page.wait_for_selector("#connection[data-state=live]")
             else:
                 page.get_by_text("It can run").wait_for()
+                page.wait_for_selector("[aria-label='Plan by level']")
             page.wait_for_timeout(1500)  # two redraws
             of_kind = "".join([f"-{theme}" if theme == "dark" else "", "-narrow" if width == NARROW[0] else ""])
             page.screenshot(path=folder / f"{name}{of_kind}.png", full_page=name == "compare")

@@ -203,8 +203,8 @@ def test_a_pool_shows_how_its_plans_held_and_a_job_that_makes_way_says_so(page: 
     with world.database.write() as session:
         row = lock_job(session, job_id)
         assert row is not None
-        attempts.make_way(session, row, world.database.now(session))
-    page.locator(".notice", has_text="It makes way, because the server stops").wait_for()
+        attempts.make_way(session, row, world.database.now(session), "the server stops")
+    page.locator(".notice", has_text="It makes way: its last event says why").wait_for()
 
 
 def test_windows_of_any_width_hold_comparisons(page: "Page", compared_site: Site) -> None:

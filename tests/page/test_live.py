@@ -13,7 +13,7 @@ from octet.api_schemas import FailureReason
 from octet.service.settings import Settings
 from tests.kit.ports import free_port
 from tests.kit.waiting import wait_until
-from tests.page.conftest import Site, ready, until
+from tests.page.conftest import PageClock, Site, label_of, ready, until
 from tests.page.stage import begin, end, submit, train
 from tests.page.test_views import fact
 from tests.service.world import World
@@ -26,22 +26,51 @@ NUM_TABS, NUM_KILLS = 9, 20
 
 
 def test_nine_tabs_are_live_on_one_stream(context: "BrowserContext", own_site: Callable[..., Site]) -> None:
-    """A stream in each tab would block the seventh: a browser opens six connections to a host."""
+    """A stream in each tab would block the seventh: a browser opens six connections to a host.
+
+    Each says what is new within two seconds, by its own clock.
+    """
     site = own_site()
     job_id = submit(site.world, "watched", steps=1000)
     rank = begin(site.world, job_id)
     train(site.world, rank, range(1, 11))
-    tabs = [ready(context.new_page(), f"{site.url}/jobs/{job_id}") for _ in range(NUM_TABS - 1)]
-    tabs.append(ready(context.new_page(), f"{site.url}/"))
+    tabs = [context.new_page() for _ in range(NUM_TABS)]
+    clocks = [PageClock(tab) for tab in tabs]
     for tab in tabs:
+        ready(tab, f"{site.url}/" if tab is tabs[-1] else f"{site.url}/jobs/{job_id}")
+    for tab, clock in zip(tabs, clocks, strict=True):
         tab.wait_for_selector("#connection[data-state=live]")
+        clock.stop()
     train(site.world, rank, range(11, 31))
-    for tab in tabs[:-1]:
+    for tab, clock in zip(tabs[:-1], clocks, strict=False):
         tab.bring_to_front()
-        until(tab, "document.querySelector('.facts strong').textContent === '30'")
-        until(tab, "document.querySelector('canvas').getAttribute('aria-label')?.includes('step 30')")
+        clock.hears(30, "points", "row")
+        clock.run()
+        assert fact(tab, "Step") == "30"
+        assert "step 30:" in label_of(tab)
     tabs[-1].bring_to_front()
-    until(tabs[-1], "document.querySelector('.row .progress').textContent.startsWith('30')")
+    clocks[-1].hears(30, "rows")
+    clocks[-1].run()
+    assert tabs[-1].locator(".row .progress").inner_text().startswith("30")
+
+
+def test_a_comparison_says_what_is_new_in_time(page: "Page", own_site: Callable[..., Site]) -> None:
+    site = own_site()
+    ids = [submit(site.world, name, steps=1000) for name in ("one", "other")]
+    ranks = [begin(site.world, job_id) for job_id in ids]
+    for rank in ranks:
+        train(site.world, rank, range(1, 11))
+    clock = PageClock(page)
+    ready(page, f"{site.url}/compare?jobs={','.join(ids)}")
+    page.wait_for_selector("#connection[data-state=live]")
+    clock.stop()
+    for rank, last in zip(ranks, (30, 31), strict=True):
+        train(site.world, rank, range(11, last + 1))
+        clock.hears(last, "points")
+    clock.run()
+    losses, differences = [chart.get_attribute("aria-label") or "" for chart in page.locator("canvas").all()]
+    assert ("At step 31" in losses, "At step 30" in differences) == (True, True)
+    clock.go_on()
 
 
 def serve(settings: Settings, database_url: str, port: int) -> None:
@@ -99,6 +128,7 @@ def test_no_point_is_lost_or_doubled_when_the_server_is_killed(
     job_id = submit(world, "watched", steps=1000, max_failures=3)
     rank = begin(world, job_id)
     train(world, rank, range(1, 6))
+    clock = PageClock(page)
     with lives(world) as server:
         ready(page, f"{server.url}/jobs/{job_id}?smooth=0")
         page.wait_for_selector("#connection[data-state=live]")
@@ -116,8 +146,12 @@ def test_no_point_is_lost_or_doubled_when_the_server_is_killed(
                 last -= 5
             train(world, rank, range(last + 3, last + 6), seed=100 + kill)
             last += 5
+            clock.stop()
             server.begin()
-            until(page, f"document.querySelector('canvas').getAttribute('aria-label').includes('step {last}:')")
+            clock.hears(last, "points")
+            clock.run()
+            assert f"step {last}:" in label_of(page)
+            clock.go_on()
             page.wait_for_selector("#connection[data-state=live]")
         points = httpx.get(f"{server.url}/v1/jobs/{job_id}/metrics").json()["data"]
         assert [point["step"] for point in points] == list(range(1, last + 1))

@@ -12,7 +12,7 @@ from octet.service.jobs import commands
 from octet.service.jobs.requests import Request
 from octet.service.store import curves
 from octet.service.store.jobs import newest_job
-from tests.page.conftest import Site, ready, until
+from tests.page.conftest import PageClock, Site, label_of, ready
 from tests.page.stage import begin, submit
 from tests.service.world import step
 
@@ -55,10 +55,15 @@ def test_a_spike_of_one_step_in_a_hundred_thousand_is_seen(page: "Page", own_sit
     rank.send(step(1, 2.0))
     write_curve(site, job_id, rank.order.attempt_id)
     rank.send(step(NUM_STEPS, 2.0))
+    clock = PageClock(page)
     ready(page, f"{site.url}/jobs/{job_id}?smooth=0")
     page.wait_for_selector("#connection[data-state=live]")
+    clock.stop()
     rank.send(*[step(NUM_STEPS + number, 2.0) for number in range(1, 21)])
-    until(page, f"document.querySelector('canvas').getAttribute('aria-label').includes('step {NUM_STEPS + 20:,}:')")
+    clock.hears(NUM_STEPS + 20, "points")
+    clock.run()
+    assert f"step {NUM_STEPS + 20:,}:" in label_of(page)
+    clock.go_on()
     assert inked(page) == {"around": False, "spike": True}
     assert len(httpx.get(f"{site.url}/v1/jobs/{job_id}/curve?points=800").content) <= MOST_CURVE_BYTES
 

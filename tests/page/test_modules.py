@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,15 @@ def test_numbers_are_written_as_on_a_terminal(call: Call) -> None:
         ours, theirs = call("figures", "bytes", size), num_bytes(size)
         assert (float(ours.split()[0]), ours.split()[1]) == (float(theirs.split()[0]), theirs.split()[1])
     assert call("format", "number", None) == number(None)
+
+
+def test_moments_are_as_short_as_they_can_be(call: Call) -> None:
+    """A moment of today has no date, and one of this year no year. None has a word that a narrow column would break."""
+    now = datetime.now()
+    noon = now.replace(month=now.month % 12 + 1, day=15, hour=12, minute=5, second=7)
+    shown = [call("figures", "clock", at.astimezone().isoformat()) for at in (now, noon, datetime(2019, 12, 31, 23, 59, 59))]
+    assert shown[0] in {f"{now:%H:%M:%S}", f"{now:%b} {now.day} {now:%H:%M:%S}"}  # midnight may have passed meanwhile
+    assert shown[1:] == [f"{noon:%b} 15 12:05:07", "Dec 31, 2019 23:59:59"]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from octet.api_schemas import JobSpec
 from octet.client.text import num_bytes, number
+from octet.service.store import queue
 from tests.kit.waiting import LONG_S
-from tests.page.conftest import Site, ready, until
+from tests.page.conftest import Site, drawn, label_of, ready, until
 from tests.page.stage import HOSTILE, begin, submit, train
 
 if TYPE_CHECKING:
@@ -189,8 +191,18 @@ def test_a_label_says_what_is_under_the_cursor(page: "Page", site: Site) -> None
     canvas.focus()
     for key, step in (("Home", 1), ("ArrowRight", 2), ("End", 200), ("ArrowLeft", 199)):
         page.keyboard.press(key)
-        expected = f"At step {step}: training {number(points[step - 1]['loss'])}"
-        until(page, f"document.querySelector('canvas').getAttribute('aria-label').includes({json.dumps(expected)})")
+        drawn(page)
+        assert f"At step {step}: training {number(points[step - 1]['loss'])}" in label_of(page)
+
+
+def test_a_chart_without_points_invents_no_numbers(page: "Page", site: Site) -> None:
+    ready(page, site.job("queued-0"))
+    page.get_by_text("Counted from live tensors after the first step.").wait_for()
+    drawn(page)
+    inked = """[...document.querySelectorAll("canvas")].map((canvas) =>
+      canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value > 0))"""
+    assert page.evaluate(inked) == [False, False]
+    assert label_of(page) == "Loss: after the first step"
 
 
 def test_zoom_axis_and_smoothing_live_in_the_address(page: "Page", site: Site) -> None:
@@ -216,7 +228,8 @@ def test_zoom_axis_and_smoothing_live_in_the_address(page: "Page", site: Site) -
     until(page, "!location.search.includes('zoom')")
     page.get_by_label("Horizontal axis").select_option("tokens")
     page.wait_for_url("**x=tokens*")
-    until(page, "document.querySelector('canvas').getAttribute('aria-label').includes('At tokens 819k')")
+    drawn(page)
+    assert "At tokens 819k" in label_of(page)
 
 
 def test_markup_in_logs_events_and_names_is_text(page: "Page", site: Site) -> None:
@@ -286,6 +299,19 @@ def test_a_form_and_its_job_file_are_one(page: "Page", own_site: Callable[..., S
     page.locator(".result", has_text="line 2").wait_for()
 
 
+def test_no_bar_is_drawn_of_bytes_that_are_not_known(page: "Page", own_site: Callable[..., Site]) -> None:
+    """The catalog has the bytes of presets. An empty bar beside the others would say that a level holds nothing."""
+    site = own_site()
+    ready(page, f"{site.url}/submit")
+    rows = page.locator(".choice-row")
+    rows.nth(1).wait_for()
+    assert page.locator(".choice-row .bar").count() == rows.count() - 1, "auto has none"
+    page.get_by_text("Pool cpu states no memory of its devices. This server traces no peaks").wait_for()
+    sizes = "{hidden_size: 64, num_layers: 2, num_heads: 4, vocab_size: 256}"
+    page.locator("#yaml").fill(page.locator("#yaml").input_value().replace("{preset: gpt-tiny}", sizes))
+    until(page, "document.querySelectorAll('.choice-row .bar').length === 0")
+
+
 def test_a_double_click_makes_one_job(page: "Page", own_site: Callable[..., Site]) -> None:
     site = own_site()
     ready(page, f"{site.url}/submit")
@@ -303,7 +329,10 @@ def test_a_double_click_makes_one_job(page: "Page", own_site: Callable[..., Site
     page.wait_for_selector("main[aria-busy=false]")
     page.get_by_role("button", name="Copy as…").click()
     curl = page.get_by_label("The same as curl").inner_text()
-    assert json.loads(curl.partition("-d '")[2].removesuffix("'")) == spec
+    assert page.locator("dialog").evaluate("dialog => dialog.scrollWidth <= dialog.clientWidth"), "its left half was hidden"
+    copied = json.loads(curl.partition("-d '")[2].removesuffix("'"))
+    assert JobSpec.model_validate(copied) == JobSpec.model_validate(spec)
+    assert spec.keys() - copied.keys() >= {"adapter", "export"}, "they are null by default"
     page.get_by_role("button", name="Close").click()
     page.get_by_role("link", name="Clone").click()
     page.wait_for_selector("#yaml")
@@ -351,6 +380,59 @@ def test_a_panel_that_fails_says_so_alone(page: "Page", site: Site) -> None:
     page.locator(".events li").nth(3).wait_for()
 
 
+def test_an_answer_that_breaks_off_changes_nothing(page: "Page", own_site: Callable[..., Site]) -> None:
+    """A server that is killed sends half an answer, with status 200. Errors of the page's console fail this test."""
+    site = own_site()
+    job_id = submit(site.world, "watched")
+    rank = begin(site.world, job_id)
+    train(site.world, rank, range(1, 6))
+    ready(page, f"{site.url}/jobs/{job_id}")
+    page.wait_for_selector("#connection[data-state=live]")
+    broken: list[str] = []
+
+    def break_off(route: Any) -> None:
+        broken.append(route.request.url)
+        route.fulfill(status=200, content_type="application/json", body='{"object": "job", "id":')
+
+    page.route(re.compile(rf"/v1/jobs/{job_id}$"), break_off)
+    site.world.pause(job_id)
+    page.locator("h1 .state", has_text="pausing").wait_for()
+    train(site.world, rank, range(6, 9))
+    page.locator(".facts strong", has_text=re.compile("^8$")).wait_for()
+    assert broken
+    assert page.locator("h1").inner_text().startswith("watched")
+
+
+def test_the_cluster_names_the_loops_that_run_and_those_that_do_not(page: "Page", own_site: Callable[..., Site]) -> None:
+    site = own_site()
+    now = site.world.clock.now()
+    with site.world.database.write() as session:
+        queue.note_loops(session, "here", "token", {"place": 300, "watch": 300, "launch": -60}, now)
+    ready(page, f"{site.url}/cluster")
+    service = page.locator(".panel:has(h2:text-is('Service'))")
+    service.get_by_text("Loops of the dispatcher that make no progress: launch.").wait_for()
+    service.get_by_text("Loops of the dispatcher that run: place, watch.").wait_for()
+
+
+def test_the_cluster_shows_the_alerts_that_fire(page: "Page", own_site: Callable[..., Site]) -> None:
+    site = own_site(runbooks_url="https://docs.example.com/octet/operations.html")
+    alerts = page.locator(".panel:has(h2:text-is('Alerts'))")
+    ready(page, f"{site.url}/cluster")
+    alerts.get_by_text("No alert fires.").wait_for()
+    job_id = submit(site.world, "lost")
+    train(site.world, begin(site.world, job_id), range(1, 6))
+    site.world.clock.turn(61)
+    ready(page, f"{site.url}/cluster")
+    seen = [row.split("\t") for row in alerts.locator("tbody tr").all_inner_texts()]
+    assert [row[:2] for row in seen] == [
+        ["critical", "No dispatcher leads: jobs are taken and none is started"],
+        ["warning", "Job lost has not reported for more than 30 s"],
+    ]
+    assert alerts.get_by_role("link", name="Job lost").get_attribute("href") == f"/jobs/{job_id}"
+    page_of_runbooks = site.world.settings.runbooks_url
+    assert alerts.get_by_role("link", name="runbook").first.get_attribute("href") == f"{page_of_runbooks}#octetnoleader"
+
+
 def test_a_narrow_window_shows_name_level_state_and_progress(page: "Page", site: Site) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     ready(page, f"{site.url}/?q=gpt-on-source-code")
@@ -364,3 +446,20 @@ def test_a_narrow_window_shows_name_level_state_and_progress(page: "Page", site:
     for path in ("/", f"/jobs/{site.jobs['diverged']}", f"/compare?jobs={site.jobs['running']}", "/submit", "/cluster"):
         ready(page, f"{site.url}{path}")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, path
+    lines = lines_of_cells(page)
+    assert {words: number for words, number in lines.items() if number > (1 if len(words) <= 20 else 4)} == {}
+    assert {"wide-0", "warning"} <= set(lines)
+
+
+def lines_of_cells(page: "Page") -> dict[str, int]:
+    """Return the lines that the texts of tables take, by text. A table may be scrolled sideways."""
+    program = """() => [...document.querySelectorAll("td")].flatMap((cell) => {
+      const [range, texts] = [document.createRange(), document.createTreeWalker(cell, NodeFilter.SHOW_TEXT)];
+      const found = [];
+      while (texts.nextNode()) {
+        range.selectNode(texts.currentNode);
+        found.push([texts.currentNode.textContent, range.getClientRects().length]);
+      }
+      return found;
+    })"""
+    return dict(page.evaluate(program))

@@ -17,6 +17,7 @@ from octet.service.cluster.fake import FakeLauncher
 from octet.service.db.bulk import run
 from octet.service.db.engine import Database
 from octet.service.db.tables import Base, TallyRow
+from octet.service.jobs.check_processes import CheckProcesses
 from octet.service.settings import Settings
 from tests.service.postgres_server import server_or_skip
 from tests.service.world import TurnedClock, World
@@ -129,10 +130,18 @@ def openapi_document(fast_dir: Path) -> dict[str, Any]:
     return document
 
 
+@pytest.fixture(scope="session")
+def check_processes() -> Iterator[CheckProcesses]:
+    """Processes that check files for the apps of a session: each takes a third of a second to start."""
+    processes = CheckProcesses()
+    yield processes
+    processes.close()
+
+
 @pytest.fixture
-def client(world: World, openapi_document: dict[str, Any]) -> Iterator[TestClient]:
+def client(world: World, check_processes: CheckProcesses, openapi_document: dict[str, Any]) -> Iterator[TestClient]:
     """A client of an app over the world's database. A bug is answered with 500, as a user would see it."""
-    app = create_app(world.settings, database=world.database)
+    app = create_app(world.settings, database=world.database, checks=check_processes)
     app.openapi_schema = openapi_document  # the same for every app, and slow to make
     with TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False) as client:
         yield client

@@ -112,3 +112,21 @@ def test_a_baseline_without_a_loss_ends_it_with_the_reason(spec: ComparisonSpec)
     assert decided.ends is not None
     assert decided.ends[0] is ComparisonState.FAILED
     assert decided.ends[1].endswith("since its job reported no evaluation loss, or one of zero")
+
+
+def test_a_budget_ends_a_comparison_with_what_is_known(spec: ComparisonSpec) -> None:
+    limited = spec.model_copy(update={"budget_slot_hours": 2.0})
+    outcomes: dict[tuple[int, int], Outcome] = {}
+    assert advance(limited, outcomes, 1.9) == advance(spec, outcomes)
+    ended = (ComparisonState.FINISHED, "its budget of 2 slot hours is used; 2 of 2 arms have no certain answer")
+    assert advance(limited, outcomes, 2.0).ends == ended
+    _, outcomes = run(spec, 0, deviation=0.0004)
+    assert advance(limited, outcomes, 100.0) == advance(spec, outcomes)
+    assert advance(spec, outcomes).ends is not None
+
+
+def test_arms_climb_no_ladder(spec_document: Document) -> None:
+    """An arm that went on at another level would be compared under the name of its own."""
+    job = spec_document | {"precision": {"level": "O1", "ladder": ["te"]}}
+    asked = ComparisonSpec.model_validate({"job": job, "vary": {"training.optimizer.learning_rate": [1e-3, 1e-4]}})
+    assert [asked.child(arm, 0, "cmp").precision.ladder for arm in (0, 1, NOISE)] == [(), (), ()]

@@ -394,3 +394,21 @@ def test_a_comparison_that_cannot_be_read_is_left_out_and_others_go_on(
     compare.step(world.context)
     assert [len(read(client, each).children) for each in (first, last)] == [2, 2]
     assert list(world.context.failed_comparisons) == [broken]
+
+
+def test_a_comparison_ends_when_its_jobs_have_used_its_budget(client: TestClient, world: World, asked: Document) -> None:
+    """Two children have a slot each, for five seconds: ten slot seconds."""
+    within = submit(client, asked | {"budget_slot_hours": 10.5 / 3600, "at_once": 2})
+    world.dispatch()
+    world.dispatch()
+    assert len(running(world)) == 2
+    world.turn(5)
+    world.dispatch()
+    assert read(client, within.id).state is ComparisonState.RUNNING
+    world.turn(1)
+    world.dispatch()
+    found = read(client, within.id)
+    assert found.state is ComparisonState.FINISHED
+    assert str(found.message).endswith("slot hours is used; 2 of 2 arms have no certain answer")
+    world.dispatch()
+    assert {child.state for child in read(client, within.id).children} <= {JobState.CANCELLING, JobState.CANCELLED}

@@ -1,6 +1,7 @@
 """Clients that do not finish their requests neither stop the service nor fill its memory."""
 
 import http.client
+import json
 import multiprocessing
 import os
 import re
@@ -17,14 +18,19 @@ from typing import Any
 import psutil
 import pytest
 
+from octet.api_schemas import JobState, ReportBody
 from octet.service.app import create_app
 from octet.service.db.engine import Database
 from octet.service.http import bodies
+from octet.service.jobs.check_processes import CheckProcesses
 from octet.service.processes.connections import LimitedProtocol
 from octet.service.processes.server import ACCEPTED_AT_ONCE, http_server, raise_descriptor_limit
 from octet.service.processes.startup import listening
 from octet.service.settings import Settings
 from tests.kit.waiting import LONG_S, wait_until
+from tests.service.databases import ON_SQLITE
+from tests.service.serving import serving
+from tests.service.world import Rank, World, step
 
 KEY = "a key that is long enough"
 Serve = Callable[..., Any]
@@ -160,12 +166,64 @@ def test_connections_that_are_being_answered_keep_their_place(serve: Serve, monk
         answered = [stack.enter_context(connect(port, ready)) for _ in range(4)]
         for _ in answered:
             assert begun.acquire(timeout=LONG_S)
-        with connect(port) as one_more:
+        with connect(port, b"GET /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as one_more:
             assert until_closed(one_more).startswith(b"HTTP/1.1 503 ")
         with connect(port, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n", "127.0.0.2") as other:
             assert until_closed(other).startswith(b"HTTP/1.1 200 ")
         let_go.set()
         assert all(until_closed(connection).startswith(b"HTTP/1.1 200 ") for connection in answered)
+
+
+@ON_SQLITE
+def test_ranks_report_while_connections_of_their_address_take_every_other_place(
+    world: World, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Event streams, answers that take long, bodies that do not come and connections that ask nothing."""
+    begun, let_go = threading.Semaphore(0), threading.Event()
+
+    def hold(*_: Any) -> None:
+        begun.release()
+        assert let_go.wait(LONG_S)
+
+    monkeypatch.setattr(CheckProcesses, "check", hold)
+    job_id, rank = world.start()
+    settings = world.settings.model_copy(update={"port": 0, "max_connections_per_address": 16})
+    stream = b"GET /v1/stream?rows=limit%3D1 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    validate = (
+        b"POST /v1/jobs/validate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    )
+    reports = b"POST /internal/v1/attempts/att_01kg9ys7g0zn9d2mqxrybeyjtc/reports HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    slow_report = reports + b"Content-Length: 9\r\n\r\n{"
+    with serving(settings, Database(database_url, world.clock)) as (_, port), ExitStack() as stack:
+        stack.callback(let_go.set)
+        for _ in range(12):
+            assert stack.enter_context(connect(port, stream)).recv(4096).startswith(b"HTTP/1.1 200 ")
+        for length in range(8, 12):
+            document = world.spec.model_dump(mode="json")
+            document["training"]["sequence_length"] = length
+            spec = json.dumps(document).encode()
+            stack.enter_context(connect(port, validate % len(spec) + spec))
+            assert begun.acquire(timeout=LONG_S)
+        assert status(port, "/v1/jobs") == 503
+        for attack in 4 * [b"", b"GET /healthz", slow_report]:
+            stack.enter_context(connect(port, attack))
+        for number in range(1, 8):
+            world.turn(world.settings.lease_s / 2)
+            world.dispatch()
+            assert _report(port, rank, step(number)) == 200
+            assert status(port) == 200
+        assert world.job(job_id).state is JobState.RUNNING
+        (attempt,) = world.attempts(job_id)
+        assert attempt.lease_expires_at is not None
+        assert (attempt.lease_expires_at - world.clock.now()).total_seconds() == world.settings.lease_s
+
+
+def _report(port: int, rank: Rank, *bodies: ReportBody) -> int:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LONG_S)) as connection:
+        headers = {"Authorization": f"Bearer {rank.order.token}", "Content-Type": "application/json"}
+        path = f"/internal/v1/attempts/{rank.order.attempt_id}/reports"
+        connection.request("POST", path, rank.batch(*bodies).model_dump_json(), headers)
+        return connection.getresponse().status
 
 
 def test_event_streams_leave_connections_for_everybody_else_of_their_address(serve: Serve) -> None:
@@ -183,6 +241,19 @@ def test_event_streams_leave_connections_for_everybody_else_of_their_address(ser
             assert other.recv(4096).startswith(b"HTTP/1.1 200 ")
         stack.pop_all().close()
         wait_until(lambda: _opens(port, stream))
+
+
+def test_event_streams_of_one_tenant_leave_half_to_others(serve: Serve) -> None:
+    stream = b"GET /v1/stream?rows=limit%%3D1 HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer the key of %s\r\n\r\n"
+    keys = ("greedy:the key of the greedy", "modest:the key of the modest")
+    with serve(max_connections=16, max_connections_per_address=0, api_keys=keys) as port, ExitStack() as stack:
+        for _ in range(6):
+            assert stack.enter_context(connect(port, stream % b"the greedy")).recv(4096).startswith(b"HTTP/1.1 200 ")
+        closing_stream = (stream % b"the greedy").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        refused = until_closed(stack.enter_context(connect(port, closing_stream)))
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert b"6 event streams of tenant greedy are open" in refused
+        assert stack.enter_context(connect(port, stream % b"the modest")).recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
 def _opens(port: int, stream: bytes) -> bool:

@@ -85,10 +85,12 @@ PLANNED = ("plan", "measured_to_planned")
 
 
 def without_rows(connection: Connection) -> None:
-    """Undo migrations 0018, 0017, 0016, 0015, 0014, 0013 and 0012."""
-    for table in ("api_keys", "audit_records"):
+    """Undo migrations 0019, 0018, 0017, 0016, 0015, 0014, 0013 and 0012."""
+    connection.execute(text("DROP INDEX ix_jobs_queue_of_tenant"))
+    for table in ("last_starts", "api_keys", "audit_records"):
         connection.execute(text(f"DROP TABLE {table}"))
-    connection.execute(text("ALTER TABLE attempts DROP COLUMN num_events"))
+    for name in ("num_events", "is_lent"):
+        connection.execute(text(f"ALTER TABLE attempts DROP COLUMN {name}"))
     for statement in ("DROP INDEX ix_jobs_pool_measured", *(f"ALTER TABLE jobs DROP COLUMN {name}" for name in PLANNED)):
         connection.execute(text(statement))
     for table in ("exports", "comparison_children", "comparisons", "deleted_jobs"):

@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 
 from octet.api_schemas import ErrorCode, EvaluationReport, FinishedReport, LaunchOrder, LogReport
 from octet.service import store
-from octet.service.db.tables import Base, DeletedJobRow, IdempotencyKeyRow, TallyRow
+from octet.service.db.tables import AuditRow, Base, DeletedJobRow, IdempotencyKeyRow, LastStartRow, TallyRow
 from octet.service.dispatcher import release, watch
 from octet.service.errors import NotFound, Unauthenticated
 from octet.service.http.streams import POLL_S, Streams, Subscription
@@ -39,7 +39,8 @@ def finish(world: World, **changes: Any) -> tuple[str, Rank]:
 
 def counts(world: World) -> dict[str, int]:
     """Count the rows of all tables that hold jobs and what belongs to them."""
-    others = {TallyRow.__tablename__, DeletedJobRow.__tablename__, IdempotencyKeyRow.__tablename__, "leases", "pool_capacities"}
+    others = {row.__tablename__ for row in (TallyRow, DeletedJobRow, IdempotencyKeyRow, AuditRow, LastStartRow)}
+    others |= {"leases", "pool_capacities"}
     with world.database.read() as session:
         return {
             table.name: session.scalar(select(func.count()).select_from(table)) or 0

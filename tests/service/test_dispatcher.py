@@ -14,6 +14,7 @@ from octet.api_schemas import (
     PhaseReport,
 )
 from octet.api_schemas.export import EXPORT_PROGRESS
+from octet.api_schemas.tracking import MlflowTracker, TensorBoardTracker, TrackersSpec
 from octet.service import store
 from octet.service.cluster.launcher import LauncherError
 from octet.service.db.tables import JobRow
@@ -56,6 +57,16 @@ def test_the_order_carries_what_the_attempt_needs(world: World) -> None:
     assert order.job_dir == str(world.settings.data_dir / "jobs" / job_id)
     assert len(order.token) >= 43  # 256 bits
     assert order.token.encode() not in (world.attempts(job_id)[0].token_hash or b"")
+
+
+def test_the_order_has_the_operators_trackers_beside_the_jobs(world: World) -> None:
+    operators = TrackersSpec(mlflow=MlflowTracker(online=True))
+    world.settings = world.settings.model_copy(update={"trackers": operators})
+    world.restart()
+    world.submit(trackers={"tensorboard": {}, "mlflow": {"experiment": "mine"}})
+    world.dispatch()
+    (order,) = world.launcher.orders.values()
+    assert order.trackers == TrackersSpec(tensorboard=TensorBoardTracker(), mlflow=MlflowTracker(online=True))
 
 
 def test_a_dead_rank_is_given_three_seconds_for_its_last_report(world: World) -> None:

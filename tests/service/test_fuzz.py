@@ -72,7 +72,7 @@ class Known:
 
 @pytest.fixture
 def known(client: TestClient, world: World) -> Known:
-    """A comparison, and a job in each state: over, cancelled, waiting, and one that runs and has files to download."""
+    """A comparison, two keys, and a job in each state: over, cancelled, waiting, and one that runs and has files."""
     over, rank = world.start(name="over")
     rank.train(1, 2, 3, 4)
     rank.succeed()
@@ -92,6 +92,8 @@ def known(client: TestClient, world: World) -> Known:
     spec_document = world.spec.model_dump(mode="json")
     compared = client.post("/v1/comparisons", json={"job": spec_document, "levels": ["fp32", "O2"], "seeds": 2})
     paths.append({"comparison_id": compared.json()["id"]})
+    keys = [client.post("/v1/keys", json={"name": "known", "role": "viewer"}).json()["id"] for _ in range(2)]
+    paths += [{"key_id": key_id} for key_id in keys]
     return Known(rank, spec_document, paths)
 
 

@@ -320,7 +320,7 @@ def test_a_waiting_job_says_why(client: TestClient, world: World) -> None:
     world.submit(workers=2)
     world.dispatch()
     waiting = client.get(f"/v1/jobs/{world.submit()}").json()["queue"]
-    assert waiting == {"position": 1, "why": "needs 1 slots of pool 'cpu'; 0 of 2 are free"}
+    assert waiting == {"position": 1, "why": "needs 1 slot of pool 'cpu'; 0 of 2 are free"}
 
 
 def test_far_back_in_the_queue_only_the_number_is_told(client: TestClient, world: World, monkeypatch: Any) -> None:

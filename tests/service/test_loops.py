@@ -126,7 +126,7 @@ def test_a_job_runs_although_the_cluster_s_client_ends_the_program(
         dispatcher.stop()
     (family,) = dispatcher.health.collect()
     counted = {sample.labels["loop"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
-    loops = ("lead", "plan", "place", "launch", "watch", "release", "grow", "compare", "orphans")
+    loops = ("lead", "plan", "place", "reclaim", "launch", "watch", "release", "grow", "limit", "compare", "orphans")
     assert counted == dict.fromkeys(loops, 0) | {"place": 1}
     assert [order.job_id for order in launcher.started] == [job_id]
     database.close()

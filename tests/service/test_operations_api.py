@@ -44,6 +44,8 @@ def test_prometheus_sees_jobs_slots_attempts_and_the_last_values(client: TestCli
     of_job = (("level", "fp32"), ("pool", "cpu"), ("tenant", "default"))
     assert seen["octet_job_step", (("job_id", live), *of_job)] == 3
     assert seen["octet_job_step", (("job_id", done), *of_job)] == 2
+    left = {labels for name, labels in seen if name == "octet_job_remaining_seconds"}
+    assert left == {(("job_id", live), *of_job)}, "a job that is over has no time left"
     assert seen["octet_dispatcher_leads", ()] == 1
     world.clock.turn(16 * 60)
     assert not [labels for name, labels in samples(client) if name == "octet_job_step" and ("job_id", done) in labels]

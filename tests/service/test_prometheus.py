@@ -70,16 +70,16 @@ def test_a_job_is_its_tenants_from_the_key_to_the_series(
     settings = Settings(data_dir=tmp_path, api_keys=(f"research:{key}",), pools=world.settings.pools)
     app = create_app(settings, database=world.database)
     app.openapi_schema = openapi_document
-    client = TestClient(app, headers={"Authorization": f"Bearer {key}"})
-    job = client.post("/v1/jobs", json=spec_document).json()
-    assert job["tenant"] == client.get(f"/v1/jobs/{job['id']}").json()["tenant"] == "research"
-    world.dispatch()
-    world.rank_of(job["id"]).send(ExporterReport(address="127.0.0.1:12345"))
-    (group,) = client.get("/internal/v1/prometheus/targets").json()
-    assert group["labels"]["tenant"] == "research"
-    of_job = [line for line in client.get("/metrics").text.splitlines() if job["id"] in line]
-    assert len(of_job) > 5
-    assert all('tenant="research"' in line for line in of_job)
+    with TestClient(app, headers={"Authorization": f"Bearer {key}"}) as client:
+        job = client.post("/v1/jobs", json=spec_document).json()
+        assert job["tenant"] == client.get(f"/v1/jobs/{job['id']}").json()["tenant"] == "research"
+        world.dispatch()
+        world.rank_of(job["id"]).send(ExporterReport(address="127.0.0.1:12345"))
+        (group,) = client.get("/internal/v1/prometheus/targets").json()
+        assert group["labels"]["tenant"] == "research"
+        of_job = [line for line in client.get("/metrics").text.splitlines() if job["id"] in line]
+        assert len(of_job) > 5
+        assert all('tenant="research"' in line for line in of_job)
 
 
 def test_an_address_is_not_just_any_text(world: Any, client: TestClient) -> None:

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from octet.api_schemas import PoolConfig
+from octet.api_schemas.tracking import MlflowTracker, TrackersSpec
 from octet.service.settings import Settings
 
 KEY = "a key that is long enough"
@@ -121,6 +122,12 @@ def test_the_url_for_workers_is_a_url(tmp_path: Path) -> None:
     assert settings.effective_report_url == "http://control-plane:8000"
     everywhere = Settings(data_dir=tmp_path, host="::", port=1, api_keys=(KEY,), data_roots=("/data",))
     assert everywhere.effective_report_url == "http://[::1]:1"
+
+
+def test_trackers_of_every_job_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTET_TRACKERS", '{"mlflow": {"online": true}}')
+    assert Settings(data_dir=tmp_path).trackers == TrackersSpec(mlflow=MlflowTracker(online=True))
+    assert "trackers.comet" in refused(data_dir=tmp_path, trackers={"comet": {}})
 
 
 def test_unknown_settings_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from fastapi.testclient import TestClient
 
 from octet.api_schemas import JobSpec
 from octet.service.jobs import admission
+from octet.service.jobs.check_processes import CheckProcesses
+from octet.service.jobs.file_checks import inputs_of
 from tests.kit.waiting import LONG_S
 from tests.service.test_jobs_api import problem_of
 from tests.service.world import World
@@ -29,7 +31,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Semaphore,
         begun.release()
         assert let_go.wait(LONG_S)
 
-    monkeypatch.setattr(admission, "check_files", hold)
+    monkeypatch.setattr(CheckProcesses, "check", hold)
     yield begun, let_go
     let_go.set()
 
@@ -47,7 +49,7 @@ def test_healthz_answers_while_many_checks_run(
         answers = [
             threads.submit(client.post, "/v1/jobs/validate", json=each) for each in different(spec_document, NUM_REQUESTS)
         ]
-        for _ in range(admission.CHECKS_AT_ONCE):
+        for _ in range(admission.CHECKS_OF_TENANT):
             assert begun.acquire(timeout=20)
         assert client.get("/healthz").status_code == 200
         assert client.get("/v1/jobs").status_code == 200
@@ -61,12 +63,12 @@ def test_a_check_that_gets_no_turn_is_503(
 ) -> None:
     begun, let_go = held
     object.__setattr__(world.settings, "data_check_timeout_s", 0.05)
-    with ThreadPoolExecutor(admission.CHECKS_AT_ONCE) as threads:
+    with ThreadPoolExecutor(admission.CHECKS_OF_TENANT) as threads:
         answers = [
             threads.submit(client.post, "/v1/jobs/validate", json=each)
-            for each in different(spec_document, admission.CHECKS_AT_ONCE)
+            for each in different(spec_document, admission.CHECKS_OF_TENANT)
         ]
-        for _ in range(admission.CHECKS_AT_ONCE):
+        for _ in range(admission.CHECKS_OF_TENANT):
             assert begun.acquire(timeout=20)
         problem = problem_of(client.post("/v1/jobs/validate", json=spec_document), 503)
         assert "no turn came" in problem.detail
@@ -83,13 +85,13 @@ def test_jobs_with_the_same_inputs_share_the_checks_that_passed(
     def check(*_: Any) -> None:
         next(num_checks)
 
-    monkeypatch.setattr(admission, "check_files", check)
+    monkeypatch.setattr(CheckProcesses, "check", check)
     monkeypatch.setattr(admission, "PASSED_S", LONG_S)
     with ThreadPoolExecutor(NUM_REQUESTS) as threads:
         named = [spec_document | {"name": f"job-{number}"} for number in range(NUM_REQUESTS)]
         answers = [threads.submit(client.post, "/v1/jobs/validate", json=each) for each in named]
         assert {answer.result(30).status_code for answer in answers} == {200}
-    assert next(num_checks) <= admission.CHECKS_AT_ONCE
+    assert next(num_checks) <= admission.CHECKS_OF_TENANT
 
 
 @pytest.mark.parametrize(
@@ -105,13 +107,13 @@ def test_jobs_share_a_check_if_they_read_the_same(spec_document: Document, part:
     specs = [
         JobSpec.model_validate(spec_document | {part: each}) for each in (spec_document[part], spec_document[part] | change)
     ]
-    one, other = (admission.inputs_of(spec).key for spec in specs)
+    one, other = (inputs_of(spec).key for spec in specs)
     assert (one == other) is shares
-    assert one == admission.inputs_of(specs[0].model_copy(update={"name": "another"})).key
+    assert one == inputs_of(specs[0].model_copy(update={"name": "another"})).key
 
 
 def test_jobs_whose_options_have_no_hash_share_no_check(spec_document: Document) -> None:
-    inputs = admission.inputs_of(JobSpec.model_validate(spec_document))._replace(model=[])  # type: ignore[arg-type]
+    inputs = inputs_of(JobSpec.model_validate(spec_document))._replace(model=[])  # type: ignore[arg-type]
     assert inputs.key != inputs.key
 
 

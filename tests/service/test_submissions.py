@@ -157,7 +157,8 @@ def test_the_head_is_the_beginning_of_the_queue(world: World, monkeypatch: pytes
         world.submit(priority=priority)
     in_order = [job.id for job in sorted(world.all_jobs(), key=lambda job: (-job.priority, job.id))]
     for length in range(1, 10):
-        monkeypatch.setattr(store.queue, "HEAD_OF_QUEUE", length)
+        for name in ("HEAD_OF_QUEUE", "SHORTEST_HEAD"):
+            monkeypatch.setattr(store.queue, name, length)
         with world.database.read() as session:
             assert [job.id for job in store.queue.head_of_queue(session, "cpu")] == in_order[:length]
 

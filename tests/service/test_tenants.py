@@ -29,6 +29,8 @@ LISTS = {("GET", "/v1/jobs"), ("GET", "/v1/rows"), ("GET", "/v1/comparisons"), (
 NAMED_BY_QUERY = {("GET", "/v1/stream")}
 NEW_THINGS = {("POST", "/v1/jobs"), ("POST", "/v1/comparisons"), ("POST", "/v1/keys")}
 OF_ALL_TENANTS = {("GET", "/metrics"), ("GET", "/internal/v1/prometheus/targets")}
+BY_TENANT_WITHOUT_IDS = {("GET", "/v1/alerts")}
+"""Lists that have something for everyone too: `test_alerts_api.py` looks at what each tenant sees."""
 OF_NO_TENANT = {
     *(("GET", path) for path in ("/healthz", "/readyz", "/v1/levels", "/v1/models", "/v1/pools", "/v1/loops")),
     *(("POST", path) for path in ("/v1/jobs/validate", "/v1/plans")),
@@ -105,7 +107,8 @@ def without_ids(answer: httpx.Response, ids: dict[str, str]) -> tuple[int, str]:
 def test_the_matrix_has_every_route(openapi_document: Document) -> None:
     """A route that is added names what a tenant owns in its path, or has to be put into one of the sets above."""
     by_path = {route for route in routes_of(openapi_document) if parameters_of(openapi_document, route)}
-    kinds = [by_path, LISTS, NAMED_BY_QUERY, NEW_THINGS, OF_ALL_TENANTS, OF_NO_TENANT, BY_AN_ATTEMPTS_TOKEN]
+    kinds = [by_path, LISTS, NAMED_BY_QUERY, NEW_THINGS, OF_ALL_TENANTS, BY_TENANT_WITHOUT_IDS, OF_NO_TENANT]
+    kinds.append(BY_AN_ATTEMPTS_TOKEN)
     assert set().union(*kinds) == routes_of(openapi_document)
     assert sum(map(len, kinds)) == len(routes_of(openapi_document)), "a route is in two sets"
 

@@ -20,11 +20,12 @@ from octet.api_schemas import (
     StartedReport,
     StepReport,
 )
+from octet.api_schemas.keys import DEFAULT_TENANT
 from octet.service import store
 from octet.service.cluster.fake import FakeLauncher
 from octet.service.db.engine import Database
 from octet.service.db.tables import AttemptRow, EventRow
-from octet.service.dispatcher import compare, drain, grow, launch, orphans, place, plan, release, watch
+from octet.service.dispatcher import compare, drain, grow, launch, limit, orphans, place, plan, reclaim, release, watch
 from octet.service.dispatcher import context as dispatcher_context
 from octet.service.dispatcher.context import DispatcherContext, JobPlanner
 from octet.service.ingest.apply import Applied, apply_all
@@ -92,7 +93,8 @@ class World:
         self.context = self.new_dispatcher()
 
     def submit(self, key: str | None = None, **changes: Any) -> str:
-        """Submit the spec with some fields changed, such as priority=90 or workers=2."""
+        """Submit the spec with some fields changed, such as priority=90 or workers=2, for a tenant."""
+        tenant = changes.pop("tenant", DEFAULT_TENANT)
         document = self.spec.model_dump(mode="json")
         workers = changes.pop("workers", 1)
         document["resources"] = {"pool": changes.pop("pool", "cpu"), "workers": workers}
@@ -101,7 +103,7 @@ class World:
         document["retry"] = {"max_failures": changes.pop("max_failures", 0)}
         spec = JobSpec.model_validate(document | changes)
         with self.database.write() as session:
-            return commands.submit(session, spec, key, self.database.now(session)).job.id
+            return commands.submit(session, spec, key, self.database.now(session), tenant).job.id
 
     def cancel(self, job_id: str, *, saves: bool = True) -> None:
         with self.database.write() as session:
@@ -137,7 +139,7 @@ class World:
     def dispatch(self, look: Callable[[], object] = lambda: None) -> None:
         """Run every loop of jobs once. look: called after each."""
         self.renew()
-        for loop in (plan, place, launch, watch, release, grow, compare):
+        for loop in (plan, place, reclaim, launch, watch, release, grow, limit, compare):
             loop.step(self.context)
             look()
 

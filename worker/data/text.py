@@ -40,7 +40,7 @@ def open_source(spec: TextSpec, sequence_length: int, seed: int, files: Files = 
             "evaluation_tokens": len(evaluation),
             "vocab_size": max(map(_vocab_size, (train, evaluation))),
         }
-    counts["unigram_entropy_nats"] = _unigram_entropy_nats(evaluation)
+    counts["unigram_entropy_nats"] = unigram_entropy_nats(evaluation)
     parts = (train, evaluation, sequence_length, seed, counts)
     data = DocumentWindows(*parts, starts, evaluation_starts) if spec.packing else TokenWindows(*parts)
     for name, tokens in (("training", data.train), ("evaluation", data.evaluation)):
@@ -84,12 +84,8 @@ def _joined_bytes(texts: dict[str, bytes]) -> int:
     return sum(map(len, texts.values())) + max(0, len(texts) - 1)  # one line feed between files
 
 
-def unigram_entropy_nats(text: bytes) -> float:
-    """Entropy of the distribution of single bytes, in nats per byte: the best loss of a model that ignores context."""
-    return _unigram_entropy_nats(_held(text))
-
-
-def _unigram_entropy_nats(tokens: Tokens) -> float:
+def unigram_entropy_nats(tokens: Tokens) -> float:
+    """Return the entropy of single tokens' distribution, in nats each: the best loss of a model that ignores context."""
     if not len(tokens):
         return 0.0
     counts = torch.bincount(tokens.read(0, len(tokens)), minlength=256).double()

@@ -10,15 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from octet.api_schemas import Task
 from octet.api_schemas.models.architectures import POSITIONS_AFTER_PADDING
-from octet.worker.models.classes import class_losses
+from octet.worker.models.cross_entropy import cross_entropy
 from octet.worker.models.documents import documents_known, positions_in_documents
 from octet.worker.models.language import checked_length, next_token_losses, token_losses
 from octet.worker.models.linear_cross_entropy import DeferredLogits
 from octet.worker.models.model import Losses, TensorRole, TrainedModel
 from octet.worker.models.tensor_plan import plan_of_transformers
+
+TOP = 5
+"""The accuracy that is measured besides that of the first guess counts so many."""
 
 
 class WrappedModel(TrainedModel):
@@ -94,6 +98,23 @@ class MaskedTokenModel(_TokenModel):
             return token_losses(logits_BTV.at(positions_BP), batch["targets"], None)
         logits_BPV = logits_BTV.gather(1, positions_BP[..., None].expand(-1, -1, logits_BTV.shape[-1]))
         return token_losses(logits_BPV, batch["targets"], "masked_token_accuracy" if not self.training else None)
+
+
+def class_losses(logits_BK: Tensor, labels: Tensor, *, with_metrics: bool) -> Losses:
+    """Return the mean cross entropy in nats and, if requested, `top1_accuracy` and `top5_accuracy`.
+
+    labels: classes, int64 (B,); or, without metrics, each class's share of the target, fp32 (B, K).
+
+    Top-5 accuracy is the share of images whose class is among the five (or all, if there are fewer) largest logits. The
+    backward pass overwrites the logits, so it can run only once.
+    """
+    if labels.is_floating_point():
+        return Losses(functional.cross_entropy(logits_BK.float(), labels), len(labels), {})
+    metrics = {}
+    if with_metrics:
+        hits_Bk = logits_BK.topk(min(TOP, logits_BK.shape[1]), dim=-1).indices == labels[:, None]
+        metrics = {"top1_accuracy": hits_Bk[:, 0].float().mean(), "top5_accuracy": hits_Bk.any(-1).float().mean()}
+    return Losses(cross_entropy(logits_BK, labels), labels.numel(), metrics)
 
 
 class ImageClassModel(WrappedModel):

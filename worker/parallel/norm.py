@@ -47,8 +47,3 @@ def squared_norm(gradient: Tensor) -> Tensor:
     """The sum of squares, float64 ()."""
     values = gradient.dequantize() if isinstance(gradient, Float8Gradient) else gradient
     return torch.linalg.vector_norm(values, dtype=torch.float64).square()
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor by which to multiply gradients of this norm: at most 1; torch's formula."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -21,14 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from octet.api_schemas.layout import WideDtype
+from octet.api_schemas.layout import PipelineSchedule, WideDtype
 from octet.worker.mesh import Axes
 from octet.worker.parallel.data_parallel import broadcast_parameters
 from octet.worker.parallel.loop import ParallelLoop
 from octet.worker.parallel.materialize import fill_now, waits_for_values
-from octet.worker.parallel.options import with_defaults
 from octet.worker.parallel.parallel import WIDE_DTYPES
 from octet.worker.parallel.strategies import DEGREES, DivisionOptions, divide
+from octet.worker.parallel.strategy import check_rules
+
+SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved")
 
 
 def parallelize(
@@ -83,7 +85,7 @@ def parallelize(
         allowed = ", ".join(WIDE_DTYPES)
         raise ValueError(f"wide_communication is {wide_communication!r}; allowed: {allowed}. Use one of these.")
     _require_group()
-    given = with_defaults(options, zero_stage)
+    given = _with_defaults(options, zero_stage)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     degrees: dict[str, int] = {name: given.get(name, 1) for name in DEGREES}  # type: ignore[misc]  # all are numbers
     axes = Axes.of_group(device, group, **degrees)
@@ -120,3 +122,64 @@ def _start_alike(model: nn.Module, optimizer: torch.optim.Optimizer, axes: Axes)
     for state in optimizer.state.values():
         for master in state.get("master_weights", {}).values():
             axes.world.broadcast_(master)
+
+
+def _with_defaults(options: DivisionOptions, zero_stage: int) -> DivisionOptions:
+    """Return all options with their values. Raises TypeError for another option, and ValueError for what does not fit."""
+    if unknown := options.keys() - DivisionOptions.__annotations__.keys():
+        raise TypeError(
+            f"parallelize got {sorted(unknown)[0]!r}; allowed: zero_stage, wide_communication, group, plan, "
+            f"{', '.join(DivisionOptions.__annotations__)}. Correct the name, or leave it out."
+        )
+    check_rules({"zero_stage": zero_stage, **options})
+    pipeline = options.get("pipeline", 1)
+    if (number := options.get("micro_batches", 1)) < 1:
+        raise ValueError(f"micro_batches is {number}; allowed: 1 or more. Change it, or leave it out.")
+    _check_schedule(options)
+    if pipeline != 1:
+        _check_pipeline(options)
+    elif unused := [name for name in ("schedule", "stages_per_rank", "blocks") if name in options]:
+        raise ValueError(f"{unused[0]} is set and pipeline is 1; allowed: 2 or more. Set pipeline, or leave {unused[0]} out.")
+    defaults: DivisionOptions = {
+        "tensor": 1,
+        "sequence": False,
+        "context": 1,
+        "pipeline": 1,
+        "micro_batches": 1,
+        "schedule": "1f1b",
+    }
+    of_schedule: DivisionOptions = {"stages_per_rank": 2 if options.get("schedule") == "interleaved" else 1}
+    return defaults | of_schedule | options
+
+
+def _check_schedule(options: DivisionOptions) -> None:
+    schedule = options.get("schedule", "1f1b")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}; allowed: {', '.join(SCHEDULES)}. Use one of these.")
+
+
+def _check_pipeline(options: DivisionOptions) -> None:
+    pipeline, schedule = options["pipeline"], options.get("schedule", "1f1b")
+    if pipeline < 1:
+        raise ValueError(f"pipeline is {pipeline}; allowed: 1, or a divisor of the ranks. Change it.")
+    if "micro_batches" not in options:
+        raise ValueError(
+            f"pipeline is {pipeline} and micro_batches is not set; allowed: {_allowed_micro_batches(pipeline, schedule)}, into "
+            f"which each batch is divided. Set it: with {4 * pipeline} ranks compute about four fifths of the time."
+        )
+    number = options["micro_batches"]
+    if number < pipeline or (schedule == "interleaved" and number % pipeline):
+        raise ValueError(
+            f"micro_batches is {number}, pipeline {pipeline} and schedule {schedule}; allowed: "
+            f"{_allowed_micro_batches(pipeline, schedule)}. Change micro_batches or pipeline."
+        )
+    num_runs = options.get("stages_per_rank")
+    if (num_runs is not None and (num_runs == 1) != (schedule == "1f1b")) or (num_runs is not None and num_runs < 1):
+        raise ValueError(
+            f"stages_per_rank is {num_runs} and schedule {schedule}; allowed: 1 with 1f1b, 2 or more with interleaved. Change "
+            "one of them."
+        )
+
+
+def _allowed_micro_batches(pipeline: int, schedule: str) -> str:
+    return f"a multiple of {pipeline}" if schedule == "interleaved" else f"{pipeline} or more"

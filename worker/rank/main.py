@@ -7,13 +7,14 @@ torch is imported inside the functions, because it takes seconds and the control
 """
 
 import argparse
+import hashlib
 import json
 import logging
 import os
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from octet.api_schemas import (
     explain,
 )
 from octet.api_schemas.data import ANY_FILE, Files
+from octet.api_schemas.tracking import TrackersSpec
 from octet.worker.common.config import RankEnv, TrainConfig, resolve
 from octet.worker.common.errors import (
     Cancelled,
@@ -43,6 +45,8 @@ from octet.worker.common.errors import (
 from octet.worker.metrics.exporter import exported
 from octet.worker.metrics.table import Metrics
 from octet.worker.reporting.reporter import HttpReporter, LogReporter, Reporter, ReportHandler, StepLines
+from octet.worker.reporting.trackers import check_packages, make_trackers
+from octet.worker.reporting.trackers.feed import TrackedReporter, TrackedRun
 
 if TYPE_CHECKING:
     import torch
@@ -72,8 +76,10 @@ def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
             if env.reports:
                 reporter.send(PhaseReport(phase="placed"), at=placed_at)
                 reporter.send(PhaseReport(phase="process_up"))
-            run = Run(StepLines(reporter), metrics, Path(order.job_dir), order.checkpoints, order.pool, order.files)
-            outcome = _train(order.spec, env, run)
+            run = Run(
+                StepLines(reporter), metrics, Path(order.job_dir), order.checkpoints, order.pool, order.files, order.trackers
+            )
+            outcome = _track(order.job_id, order.spec, env, run)
             if outcome.succeeded and env.reports:
                 logger.info("%s", outcome.message)
             if outcome.finished is not None and (env.reports or outcome.finished.outcome == "failed"):
@@ -93,11 +99,25 @@ class Run:
     checkpoints: tuple[CheckpointRef, ...] = ()
     pool: PoolConfig | None = None
     files: Files = ANY_FILE
+    trackers: TrackersSpec = field(default_factory=TrackersSpec)
+
+
+def _track(run_id: str, spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
+    """Train, while trackers get what rank 0 reports. run_id: the same in all attempts of the job."""
+    if not env.reports or not run.trackers.kinds:
+        return _train(spec, env, run)
+    tracked = TrackedRun.of(run_id, spec, run.job_dir / "trackers")
+    reporter = TrackedReporter(run.reporter, make_trackers(run.trackers), tracked)
+    outcome = _train(spec, env, replace(run, reporter=reporter))
+    reporter.close(outcome.finished)
+    return outcome
 
 
 def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
     """Train, and return how it ended. This is the only place that turns errors into outcomes."""
     try:
+        if env.reports:
+            check_packages(run.trackers)
         from octet.worker.mesh import Mesh
         from octet.worker.metrics.device import bf16_peak, device_readings
         from octet.worker.train.loop import Trainer
@@ -208,7 +228,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     checkpoints = _found(options.job_dir) if options.resume else ()
     reporter = LogReporter(options.job_dir / "checkpoints", spec.training.keep)
-    outcome = _train(spec, env, Run(reporter, Metrics(), options.job_dir, checkpoints))
+    # Without a service a folder is a job.
+    folder_hash = hashlib.sha256(str(options.job_dir.resolve()).encode()).hexdigest()[:12]
+    run = Run(reporter, Metrics(), options.job_dir, checkpoints, trackers=spec.trackers)
+    outcome = _track(f"{spec.name}-{folder_hash}", spec, env, run)
     logger.info("%s", outcome.message)
     if outcome.succeeded and env.reports:
         assert outcome.finished is not None

@@ -138,7 +138,8 @@ class Trainer:
 
     def _start(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
         """Load the newest checkpoint, if there is one, and report where the run begins."""
-        self.progress = load_newest(self.job, self.mesh, self.folder, checkpoints, self.step_times, self._tell)
+        level = self.config.precision.level
+        self.progress = load_newest(self.job, self.mesh, self.folder, checkpoints, self.step_times, self._tell, level=level)
         if self.job.compiling is not None and self.job.health is not None:
             self.job.health.rehearse()
         self.metrics.observe_memory(self.progress.memory_bytes)

@@ -76,6 +76,11 @@ class Progress:
         """The newest finite loss, or None before there is one."""
         return self.recent_losses[-1] if self.recent_losses else None
 
+    @property
+    def is_sound(self) -> bool:
+        """False while losses are not finite, or far above the first."""
+        return not self.num_non_finite and not self.num_diverging
+
     def copy(self) -> Self:
         """Return one that takes losses by itself."""
         other = copy(self)

@@ -77,11 +77,19 @@ def state_of_run(job: JobModel, config: TrainConfig, mesh: Mesh, progress: Saved
 
 
 def load_newest(
-    job: JobModel, mesh: Mesh, folder: Path, checkpoints: tuple[CheckpointRef, ...], step_times: StepTimes, tell: Tell
+    job: JobModel,
+    mesh: Mesh,
+    folder: Path,
+    checkpoints: tuple[CheckpointRef, ...],
+    step_times: StepTimes,
+    tell: Tell,
+    *,
+    level: str,
 ) -> Progress:
     """Load the first of `checkpoints` that passes its check into a job's model and its optimizer.
 
-    All ranks call it together.
+    All ranks call it together. level: of this attempt. A checkpoint of another level is loaded only
+    if the loss was finite and did not diverge there.
 
     Returns the progress at that checkpoint, whose step times are added to `step_times`; without a
     checkpoint, no progress.
@@ -93,10 +101,16 @@ def load_newest(
             message = f"{error}; trying the previous checkpoint"
             tell(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
             continue
+        progress = Progress(**state["progress"])
+        former = state["job"]["precision"]["level"] if "job" in state else level  # the oldest checkpoints do not say it
+        if former != level and not progress.is_sound:
+            message = f"{ref.name}: at level {former} the loss was off there; trying the previous checkpoint"
+            tell(EventReport(type="checkpoint.rejected", message=message, data={"step": ref.step}))
+            continue
         own = job.parallel.own_part(with_frozen(job.model, state["model"]), state["optimizer"])
         resume(job.model, job.optimizer, *own, dtypes=job.parallel.dtypes())
         job.average.load_state_dict(state.get("average", {}))
         step_times.resume(state["step_times_s"])
         set_random_state(state["random"], mesh.world)
-        return Progress(**state["progress"])
+        return progress
     return Progress()

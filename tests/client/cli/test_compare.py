@@ -39,13 +39,19 @@ def job_file(tmp_path: Path, runnable: dict[str, Any]) -> str:
 
 def test_a_comparison_is_submitted_paused_resumed_shown_and_cancelled(octet: Octet, client: Client, job_file: str) -> None:
     options = ("--levels", "fp32,O2", "--vary", "training.optimizer.learning_rate=1e-4,3e-4", "--seeds", "3", "--at-once", "4")
-    shown = octet("compare", job_file, *options, "--tolerance", "0.01", "--set", "training.steps=7", "--detach")
+    shown = octet(
+        "compare", job_file, *options, "--tolerance", "0.01", "--budget", "90m", "--set", "training.steps=7", "--detach"
+    )
     assert shown.exit_code == 0, shown.output
     comparison_id = shown.stdout.split()[0]
     assert shown.stdout == f"{comparison_id} is running. Follow it with: octet compare {comparison_id}\n"
     spec = client.comparison(comparison_id).spec
     assert [arm.name for arm in spec.arms][::3] == ["fp32, learning_rate=0.0001", "O2, learning_rate=0.0003"]
     assert (spec.seeds, spec.at_once, spec.tolerance, spec.job.training.steps) == (3, 4, 0.01, 7)
+    assert spec.budget_slot_hours == 1.5
+    refused = octet("compare", job_file, *options, "--budget", "soon")
+    assert refused.exit_code == 2
+    assert "hours or minutes above 0" in refused.output
     assert octet("pause", comparison_id).stdout == f"{comparison_id} is paused.\n"
     assert octet("resume", comparison_id).stdout == f"{comparison_id} is running.\n"
     assert comparison_id in octet("compare").stdout

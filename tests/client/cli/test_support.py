@@ -96,6 +96,9 @@ def test_doctor_looks_at_everything(octet: Callable[..., Result], app: OctetApp)
     assert found["pool cpu"].found.startswith("cpu, ")
     # Nobody leads in this application, so it takes jobs and runs none.
     assert found["server"].standing == "bad"
+    # Jobs of other tests on this server may have fired alerts of their own.
+    alerts = {(check.standing, check.hint) for check in checkup.checks if check.part == "alert"}
+    assert ("bad", "See docs/operations.md#octetnoleader") in alerts
     shown = octet("doctor")
     assert shown.exit_code == 1
     (line,) = [line.split() for line in shown.stdout.splitlines() if "is not ready" in line]

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from octet.api_schemas import StepReport
+from octet.api_schemas import EventReport, StepReport
 from octet.api_schemas.levels import LEVELS
 from octet.worker import plain_state_dict
 from octet.worker.checkpoint.resume import resume
-from octet.worker.common.errors import Cancelled
+from octet.worker.common.errors import Cancelled, Diverged
 from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.fp8.weight import Float8Weight
 from octet.worker.optim.codecs import CODECS
+from octet.worker.train.progress import DIVERGED_FACTOR
 from tests.kit.small_model import Small, make
 from tests.kit.training import Recorder, train, with_training
 
@@ -123,3 +124,24 @@ def test_a_job_continues_at_another_level(
         assert resumed.losses() == pytest.approx(whole.losses()[4:], rel=0.02)
         at_other_data = whole.losses()[:5]
         assert resumed.losses() != pytest.approx(at_other_data, rel=0.02)
+
+
+def test_another_level_goes_on_from_before_the_loss_went_off(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    """At the same level a job goes on where it was, to the bit; at another it leaves out what had diverged by then."""
+    options = {"steps": 12, "checkpoint_every": 1, "keep": {"last": 12}, "optimizer": {"learning_rate": 2.0}}
+    first = Recorder(stop_after_step=8)
+    with pytest.raises(Cancelled):
+        train(with_training(spec_document, "O2", **options), tmp_path / "job", recorder=first)
+    losses = first.losses()
+    is_sound = [loss <= DIVERGED_FACTOR * losses[0] for loss in losses]
+    assert is_sound[0]
+    assert not is_sound[-1]
+    newest_sound = max(step for step, sound in enumerate(is_sound, start=1) if sound)
+    for level, goes_on_after in (("O2", first.checkpoints()[0].step), ("fp32", newest_sound)):
+        shutil.copytree(tmp_path / "job", tmp_path / level)
+        resumed = Recorder()
+        with pytest.raises(Diverged):  # this learning rate is too high at any level
+            train(with_training(spec_document, level, **options), tmp_path / level, first.checkpoints(), resumed)
+        assert resumed.of(StepReport)[0].step == goes_on_after + 1
+        rejected = [report.data["step"] for report in resumed.of(EventReport) if report.type == "checkpoint.rejected"]
+        assert rejected == list(range(first.checkpoints()[0].step, goes_on_after, -1))

@@ -64,9 +64,10 @@ class Watcher(Recorder):
     def send(self, body: ReportBody, at: object = None) -> None:
         super().send(body, at)
         if isinstance(body, StepReport) and body.step == self.opens_at_step:
+            writing = writing_thread() if self.waits else None  # it may end as soon as the gate is open
             self.gate.open()
-            if self.waits:
-                writing_thread().join(TIMEOUT_S)
+            if writing is not None:
+                writing.join(TIMEOUT_S)
         if isinstance(body, CheckpointReport):
             self.were_whole.append((self.folder / "checkpoints" / body.name / "manifest.json").is_file())
 

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -11,7 +12,7 @@ from octet.api_schemas import JobSpec, Needs, SpecConflict, TextSpec, TokenInput
 from octet.worker.common.errors import DataError
 from octet.worker.data import open_source as open_training_source
 from octet.worker.data.text import open_source, unigram_entropy_nats
-from octet.worker.data.windows import Tokens
+from octet.worker.data.windows import HeldTokens, Tokens
 from tests.kit.chat import save_tokenizer
 from tests.kit.text import write_corpus as write_sentences
 
@@ -92,8 +93,8 @@ def test_evaluation_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_unigram_entropy() -> None:
-    assert unigram_entropy_nats(bytes([1, 2, 3, 4])) == pytest.approx(math.log(4))
-    assert unigram_entropy_nats(bytes([7, 7])) == 0.0
+    assert unigram_entropy_nats(HeldTokens(np.array([1, 2, 3, 4]))) == pytest.approx(math.log(4))
+    assert unigram_entropy_nats(HeldTokens(np.array([7, 7]))) == 0.0
 
 
 @pytest.mark.parametrize("num_files", [0, 1])

@@ -51,5 +51,9 @@ imagePullSecrets:
   {{- if .allowsEntrypoints }}
   allows_entrypoints: true
   {{- end }}
+  {{- with .tenants }}
+  tenants:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- end }}
 {{- end }}

@@ -147,14 +147,17 @@ function confirm(title, label, act, ...children) {
   const dialog = open(title, ...children, note, button);
 }
 
-/** @param {Job} job */
-function showSpec(job) {
-  const yaml = toYaml(job.spec);
-  const curl = curlOf(job.spec);
-  open(
-    "Take this job along",
-    h("div", { class: "copies" }, copy("Job file, for octet submit", yaml), copy("The same as curl", curl)),
-  );
+/** Show a job's spec without what is a default anyway. @param {Job} job */
+async function showSpec(job) {
+  const copies = h("div", { class: "copies" }, "Loading…");
+  open("Take this job along", copies);
+  try {
+    const { JobSchema, schemas } = await import("./schema.js");
+    const spec = new JobSchema(await schemas()).prune(job.spec);
+    fill(copies, copy("Job file, for octet submit", toYaml(spec)), copy("The same as curl", curlOf(spec)));
+  } catch (error) {
+    fill(copies, problem(error));
+  }
 }
 
 /** Write a submission as a command. @param {unknown} spec @param {string} [path] */

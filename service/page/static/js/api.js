@@ -28,16 +28,19 @@ export const headers = (secret = key()) => (secret ? { Authorization: `Bearer ${
  */
 export async function ask(path, options = {}) {
   let answer;
+  let body = {};
   try {
     answer = await fetch(path, { ...options, headers: { ...headers(), ...options.headers } });
+    if (answer.status !== 204) body = await answer.json();
   } catch (error) {
     if (options.signal?.aborted) throw error;
-    throw new ApiError(0, {
-      title: "The server does not answer",
-      detail: "Is `octet serve` running, and the network up? The page tries again by itself.",
-    });
+    // A failure may have a proxy's words, which are no JSON. A success without JSON broke off.
+    if (!answer || answer.ok)
+      throw new ApiError(0, {
+        title: "The server does not answer",
+        detail: "Is `octet serve` running, and the network up? The page tries again by itself.",
+      });
   }
-  const body = await answer.json().catch(() => ({}));
   if (answer.ok) return body;
   if (answer.status === 401) dispatchEvent(new CustomEvent("octet-key-needed"));
   throw new ApiError(answer.status, body);

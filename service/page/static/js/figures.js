@@ -34,9 +34,11 @@ export function bytes(value) {
 /** Write a moment in the reader's zone. @param {string | null | undefined} moment */
 export function clock(moment) {
   if (!moment) return MISSING;
-  const at = new Date(moment);
+  const [at, now] = [new Date(moment), new Date()];
   const time = at.toLocaleTimeString([], { hour12: false });
-  return at.toDateString() === new Date().toDateString() ? time : `${at.toLocaleDateString()} ${time}`;
+  const year = at.getFullYear() === now.getFullYear() ? undefined : "numeric";
+  const day = at.toLocaleDateString([], { month: "short", day: "numeric", year });
+  return at.toDateString() === now.toDateString() ? time : `${day} ${time}`;
 }
 
 /** Return the seconds between two moments. @param {string | null | undefined} begin @param {string | null | undefined} end */

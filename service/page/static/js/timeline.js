@@ -24,7 +24,7 @@ const FEW = 10;
 const fact = ([name, value]) =>
   /bytes$/.test(name)
     ? bytes(Number(value))
-    : `${name.replaceAll("_", " ")} ${typeof value === "number" ? short(value) : value}`;
+    : `${name.replace(/^num_/, "").replaceAll("_", " ")} ${typeof value === "number" ? short(value) : value}`;
 
 export class Timeline {
   /** @type {Event[]} */

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from octet.api_schemas import DesiredState, JobSpec, LaunchOrder, PoolConfig, ReportReply
+from octet.api_schemas.tracking import TensorBoardTracker, TrackersSpec
 from octet.worker.rank import warm
 from octet.worker.rank.warm import messages
 from tests.kit.waiting import wait_until
@@ -105,6 +106,7 @@ def test_each_process_runs_one_rank_with_our_environment_and_ends(
         data_roots=("/",),
         job_dir=str(tmp_path),
         checkpoints=(),
+        trackers=TrackersSpec(tensorboard=TensorBoardTracker()),
         lease_s=60,
         heartbeat_s=2,
     )
@@ -118,6 +120,8 @@ def test_each_process_runs_one_rank_with_our_environment_and_ends(
     wait_until(lambda: has_ended(first.pid))
     phases = [report["body"]["phase"] for report in control_plane.reports if report["body"]["kind"] == "phase"]
     assert phases == ["placed", "process_up", "torch_imported", "model_built", "first_step"]
+    assert control_plane.reports[-1]["body"]["kind"] == "finished"
+    assert len(list((tmp_path / "trackers" / "tensorboard").iterdir())) == 1
     assert not has_ended(second.pid)
     second.close()
     wait_until(lambda: has_ended(second.pid))

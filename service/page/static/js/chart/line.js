@@ -1,6 +1,6 @@
 /** A chart of lines on a canvas. Its legend has the values under the cursor, or the last ones; its label says the same. */
 
-import { fill, h } from "../dom.js";
+import { fill, h, mark } from "../dom.js";
 import { short } from "../figures.js";
 import { decimate, firstAt } from "./decimate.js";
 import { paint } from "./paint.js";
@@ -160,8 +160,10 @@ export class LineChart {
       h("span", { class: "where" }, where),
     );
     const values = shown.map(({ name, value }) => `${name} ${format(value)}`).join(", ");
-    const words = `${label}. At ${where}: ${values || "nothing yet"}${this.isLog ? ", logarithmic axis" : ""}`;
-    if (this.canvas.getAttribute("aria-label") !== words) this.canvas.setAttribute("aria-label", words);
+    const words = Number.isFinite(at)
+      ? `${label}. At ${where}: ${values}${this.isLog ? ", logarithmic axis" : ""}`
+      : `${label}: ${where}`;
+    mark(this.canvas, "aria-label", words);
   }
 
   /** Return a line's value at the cursor, or its last. @param {Series} series @returns {number | null} */

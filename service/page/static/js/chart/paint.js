@@ -22,7 +22,7 @@ export function paint(canvas, series, frame) {
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.clearRect(0, 0, width, height);
   pen.font = `11px ${getComputedStyle(canvas).fontFamily}`;
-  axes(pen, frame, width, height, colors);
+  if (series.length) axes(pen, frame, width, height, colors);
   pen.save();
   pen.beginPath();
   pen.rect(frame.margin.left, 0, width - frame.margin.left - frame.margin.right + 4, height - frame.margin.bottom + 1);

@@ -1,4 +1,4 @@
-/** The cluster: pools, the queue in order with reasons, what runs where, and whether the service is well. */
+/** The cluster: is the service well, which alerts fire, pools, the queue in order with reasons, what runs where. */
 
 import { address, ask } from "../api.js";
 import { fill, h, panel, problem } from "../dom.js";
@@ -13,10 +13,12 @@ import { grid } from "./job-more.js";
 
 /** @param {import("../main.js").Place} place */
 export async function show({ root, signal }) {
-  const [health, pools, queue, running] = ["Service", "Pools", "Queue", "Running"].map((title) => panel(title));
-  root.append(h("h1", {}, "Cluster"), health, pools, queue, running);
+  const titles = ["Service", "Alerts", "Pools", "Queue", "Running"];
+  const [health, alerts, pools, queue, running] = titles.map((title) => panel(title));
+  root.append(h("h1", {}, "Cluster"), health, alerts, pools, queue, running);
   const parts = /** @type {[HTMLElement, () => Promise<(Node | string)[]>][]} */ ([
     [health, () => healthOf(signal)],
+    [alerts, () => alertsOf(signal)],
     [pools, () => poolsOf(signal)],
     [queue, () => queueOf(signal)],
     [running, () => runningOf(signal)],
@@ -47,13 +49,18 @@ async function healthOf(signal) {
   if (ready?.status === 0 || signal.aborted) throw ready;
   /** @type {{data: import("octet-types").Loop[]}} */
   const { data } = await ask("/v1/loops", { signal });
-  const loops = data.map((loop) => [loop.name, loop.is_stalled ? "makes no progress" : "runs"]);
+  const names = (/** @type {boolean} */ is_stalled) =>
+    data
+      .filter((loop) => loop.is_stalled === is_stalled)
+      .map((loop) => loop.name)
+      .join(", ");
   const words = ready
     ? problem(ready)
     : h("p", { class: "good" }, "✓ Ready: the database answers, a dispatcher leads, its loops make progress.");
   return [
     words,
-    data.length ? grid("Loops of the dispatcher", ["Loop", "It"], loops, 1) : "",
+    names(true) && h("p", { class: "bad" }, `Loops of the dispatcher that make no progress: ${names(true)}.`),
+    names(false) && h("p", { class: "muted" }, `Loops of the dispatcher that run: ${names(false)}.`),
     h(
       "p",
       { class: "muted" },
@@ -64,6 +71,21 @@ async function healthOf(signal) {
       ".",
     ),
   ];
+}
+
+/** @param {AbortSignal} signal */
+async function alertsOf(signal) {
+  /** @type {{data: import("octet-types").Alert[], has_more: boolean}} */
+  const { data, has_more } = await ask("/v1/alerts", { signal });
+  if (!data.length) return [h("p", { class: "muted" }, "No alert fires.")];
+  const rows = data.map((alert) => [
+    h("b", { class: alert.severity === "critical" ? "bad" : null }, alert.severity),
+    alert.job_id ? h("a", { href: `/jobs/${alert.job_id}` }, alert.summary) : alert.summary,
+    age(alert.since),
+    alert.runbook.startsWith("http") ? h("a", { href: alert.runbook }, "runbook") : h("code", {}, alert.runbook),
+  ]);
+  const more = has_more ? h("p", { class: "muted" }, `More than ${count(data.length)} fire; these are the first.`) : "";
+  return [grid("Alerts", ["Severity", "Fires because", "For", "To do"], rows, 9), more];
 }
 
 /** @param {AbortSignal} signal */

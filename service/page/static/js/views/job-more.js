@@ -97,8 +97,14 @@ function drawHealth(element, { measured }) {
   );
 }
 
+const FEW_CHARACTERS = 20;
+
+/** @param {string | Node} cell */
+const tight = (cell) =>
+  (typeof cell === "string" ? cell : (cell.textContent ?? "")).length <= FEW_CHARACTERS ? "tight" : null;
+
 /**
- * Build a table. Columns from `figures` on hold numbers.
+ * Build a table. Columns from `figures` on hold numbers. A cell of a few words stays on one line.
  * @param {string} label @param {string[]} columns @param {(string | Node)[][]} rows @param {number} figures
  */
 export function grid(label, columns, rows, figures) {
@@ -125,7 +131,7 @@ export function grid(label, columns, rows, figures) {
           h(
             "tr",
             {},
-            row.map((cell, place) => h("td", { class: side(place) }, cell)),
+            row.map((cell, place) => h("td", { class: side(place) ?? tight(cell) }, cell)),
           ),
         ),
       ),

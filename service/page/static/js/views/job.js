@@ -149,7 +149,7 @@ function reasons(job) {
     return [`${job.reason?.replaceAll("_", " ")}: ${job.message ?? ""}`, job.message?.includes(hint) ? "" : hint];
   }
   if (job.desired_state === "yield" && !isOver(job.state))
-    return ["It makes way, because the server stops.", "It saves a checkpoint, waits in the queue, and goes on from there."];
+    return ["It makes way: its last event says why.", "It saves a checkpoint, waits in the queue, and goes on from there."];
   if (job.state === "starting") return [`Attempt ${job.num_attempts} starts.`, "The bar below shows how far it is."];
   if (job.state === "pausing" || job.state === "cancelling") {
     const saves = job.desired_state === "cancel_now" ? "and saves nothing more" : "after a checkpoint";
@@ -164,11 +164,9 @@ function reasons(job) {
 function drawFacts(facts, { job, curve, measured }) {
   const { progress, summary } = job;
   const over = isOver(job.state);
-  const best = curve.evaluations.loss.reduce(
-    (least, value) => (value !== null && (least === null || value < least) ? value : least),
-    /** @type {number | null} */ (null),
-  );
-  const perWord = job.finished_at
+  const losses = curve.evaluations.loss.filter((loss) => loss !== null);
+  const best = losses.length ? losses.reduce((one, other) => Math.min(one, other)) : null;
+  const when = job.finished_at
     ? `finished ${clock(job.finished_at)}`
     : job.started_at
       ? `started ${age(job.started_at)} ago`
@@ -186,8 +184,8 @@ function drawFacts(facts, { job, curve, measured }) {
     ["Best evaluation", number(best), curve.evaluations.step.length ? `of ${curve.evaluations.step.length}` : "none yet"],
     ["Tokens/s", count(over && summary ? summary.tokens_per_s : progress?.tokens_per_s), over ? "mean" : "now"],
     over
-      ? ["Took", duration(between(job.started_at ?? job.created_at, job.finished_at)), perWord]
-      : ["Left", duration(progress?.remaining_s), perWord],
+      ? ["Took", duration(between(job.started_at ?? job.created_at, job.finished_at)), when]
+      : ["Left", duration(progress?.remaining_s), when],
     ["Memory", bytes(held), held ? ratio : "after the first step"],
   ]);
   if (!facts.childElementCount)

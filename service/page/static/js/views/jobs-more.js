@@ -90,9 +90,9 @@ export function nothing(jobs) {
       "div",
       {},
       h("h2", {}, "No job yet"),
-      h("p", {}, "Two lines start one, on this machine's processors:"),
+      h("p", {}, h("a", { href: "/submit" }, "The form"), " has a small one ready to submit."),
+      h("p", {}, "Or in a terminal, where the sources are:"),
       h("pre", {}, "octet submit examples/gpt-tiny.yaml\noctet list"),
-      h("p", {}, "Or fill in ", h("a", { href: "/submit" }, "the form"), "."),
     );
   }
   const { q, state, level, pool, label } = jobs.filters;

@@ -40,6 +40,9 @@ export function planWords({ plan, measured_to_planned: ratio }) {
   ].filter((each) => each !== null);
 }
 
+/** @param {string | null | undefined} words */
+const sentence = (words = "") => `${words?.slice(0, 1).toUpperCase()}${words?.slice(1)}.`;
+
 /** Show what a job would take at each level. @param {import("octet-types").Plan} plan @returns {HTMLElement[]} */
 export function planTable(plan) {
   const hasRoom = plan.rows.some((row) => fitOf(row, plan.pool));
@@ -53,7 +56,7 @@ export function planTable(plan) {
     plan.chosen_level ? h("p", { class: "good" }, `auto chooses ${plan.chosen_level} in pool ${plan.pool}.`) : null,
     grid("Plan by level", columns, rows, 1),
     changes.length ? h("p", { class: "muted" }, `It would fit pool ${plan.pool} with one of: ${changes.join(", ")}.`) : null,
-    h("p", { class: "muted" }, meaning(plan, hasRoom), ...reasons.map((reason) => ` ${reason}.`)),
+    h("p", { class: "muted" }, meaning(plan, hasRoom), ...reasons.map((reason) => ` ${sentence(reason)}`)),
   ].filter((each) => each !== null);
 }
 

@@ -7,6 +7,18 @@ import { fill, h } from "../dom.js";
 import { bytes } from "../figures.js";
 import { badge } from "../levels.js";
 
+/**
+ * Draw a size beside the largest.
+ * @param {number} size @param {number} most @param {number | null} room what a device has
+ */
+function sizeBar(size, most, room) {
+  const bar = h("i");
+  bar.style.width = `${(100 * size) / most}%`;
+  const isTooLarge = room !== null && size > room;
+  const fits = isTooLarge ? `${bytes(size)}, a device has ${bytes(room)}` : bytes(size);
+  return [h("span", { class: "bar" }, bar), h("small", { class: isTooLarge ? "bad" : null }, fits)];
+}
+
 export class LevelChoice {
   #shown = "";
 
@@ -46,17 +58,13 @@ export class LevelChoice {
    * @param {number | null} room
    */
   #row(level, size, most, room) {
-    const bar = h("i");
-    bar.style.width = `${size === null ? 0 : (100 * size) / most}%`;
-    const isTooLarge = size !== null && room !== null && size > room;
-    const fits = size === null ? "" : isTooLarge ? `${bytes(size)}, a device has ${bytes(room)}` : bytes(size);
     return h(
       "label",
       { class: "choice-row" },
       h("input", { type: "radio", name: "level", value: level.name }),
       badge(level.name),
       h("span", { class: "what" }, level.description),
-      h("span", { class: "size" }, h("span", { class: "bar" }, bar), h("small", { class: isTooLarge ? "bad" : null }, fits)),
+      h("span", { class: "size" }, size === null ? null : sizeBar(size, most, room)),
     );
   }
 }
