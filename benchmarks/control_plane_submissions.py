@@ -25,7 +25,7 @@ from tests.service.postgres_server import running_server
 WARM_UP_S = 1.0
 API_KEY = "a key of the benchmark"
 NUM_FILES = 16
-"""Of data in the mix that clients send: as many as there are connections, by default."""
+"""Files of data in the mix that clients send: as many as there are connections, by default."""
 
 
 def submissions(corpus: Path, *, is_mix: bool = False) -> Make:
