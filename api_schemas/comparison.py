@@ -55,6 +55,7 @@ class ComparisonSpec(Contract):
     )
     baseline: str | None = Field(default=None, max_length=256, description="an arm's name; default: the first")
     seeds: int = Field(default=5, ge=2, le=MAX_SEEDS, description="the most of each arm, from training.seed on")
+    least_seeds: int = Field(default=2, ge=2, le=MAX_SEEDS, description="of each arm, before its answer can be certain")
     at_once: int = Field(default=2, ge=1, le=1000, description="the most children that wait or run at a time")
     tolerance: float = Field(
         default=DEFAULT_TOLERANCE,
@@ -119,6 +120,13 @@ class ComparisonSpec(Contract):
             if path == "training.preset":
                 allowed = "another field: a preset gives way to fields that the job has"
                 raise refusal("vary", got=path, allowed=allowed, change="Vary the fields in which the presets differ.")
+        if self.least_seeds > self.seeds:
+            raise refusal(
+                "least_seeds",
+                got=self.least_seeds,
+                allowed=f"2 to {self.seeds}, which is seeds",
+                change="Raise seeds, or lower it.",
+            )
         num_arms = (len(self.levels) or 1) * math.prod(len(values) for values in self.vary.values())
         if not 2 <= num_arms <= MAX_ARMS:
             change = "Give at least two levels, or two values of a field; fewer of them where each is combined with each."

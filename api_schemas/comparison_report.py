@@ -83,18 +83,21 @@ class ComparisonDetails(Comparison):
 
 @dataclass(frozen=True)
 class Question:
-    """The question to outcomes. seeds: in their order. is_sequential: asked after each seed until the answer is certain."""
+    """The question to outcomes. seeds: in their order. is_sequential: asked after each seed until the answer is certain, and
+    first after `least_seeds`.
+    """
 
     arms: Sequence[Arm]
     baseline: int
     seeds: Sequence[int]
     tolerance: float
     is_sequential: bool = True
+    least_seeds: int = 2
 
     @classmethod
     def of(cls, spec: ComparisonSpec) -> "Question":
         """Return the question of a comparison."""
-        return cls(spec.arms, spec.baseline_index, spec.child_seeds, spec.tolerance)
+        return cls(spec.arms, spec.baseline_index, spec.child_seeds, spec.tolerance, least_seeds=spec.least_seeds)
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ def stand(question: Question, arm: int, outcomes: Outcomes) -> Standing:
         seeds.append(seed)
         values += gaps([own.summary.evaluation_loss], [reference.summary.evaluation_loss])
         if question.is_sequential:
-            found = look(values, question.tolerance, len(question.seeds))
+            found = look(values, question.tolerance, len(question.seeds), question.least_seeds)
             if found is not None and found.answer != "open":
                 break
     if not question.is_sequential and len(values) > 1:
@@ -254,7 +257,8 @@ def _answer(
             return "no", f"{asked}: no, it diverged with seed {seed}", None
         return "failed", f"{asked}: not known, its job with seed {seed} failed ({outcome.why})", None
     if standing.look is None:
-        return "open", f"{asked}: cannot tell yet, it takes two seeds at least", 2 - len(standing.values)
+        least = question.least_seeds if question.is_sequential else 2
+        return "open", f"{asked}: cannot tell yet, it takes {least} seeds at least", least - len(standing.values)
     found, interval = standing.look, standing.look.interval
     low, high = interval.mean - interval.half_width, interval.mean + interval.half_width
     between = f"between {low:+.2%} and {high:+.2%}"
@@ -266,7 +270,8 @@ def _answer(
 
 def _open_words(question: Question, standing: Standing, asked: str, between: str) -> tuple[str, int | None]:
     num_planned, num_values = len(question.seeds), len(standing.values)
-    needed = num_needed(standing.values, question.tolerance, num_planned if question.is_sequential else None)
+    planned = num_planned if question.is_sequential else None
+    needed = num_needed(standing.values, question.tolerance, planned, question.least_seeds)
     if needed is None:
         return f"{asked}: cannot tell; the gap is as large as the tolerance, or varies too much ({between})", None
     more = needed - num_values

@@ -108,9 +108,12 @@ def why_not_calm(moved: float, limit: float) -> str | None:
     )
 
 
-def error_of_look(num_values: int, num_planned: int) -> float:
-    """Return the chance to be wrong that the look after so many of the planned values may take. The first has two values."""
-    return _spent(num_values / num_planned) - (_spent((num_values - 1) / num_planned) if num_values > 2 else 0.0)
+def error_of_look(num_values: int, num_planned: int, num_first: int = 2) -> float:
+    """Return the chance to be wrong that the look after so many of the planned values may take.
+
+    num_first: the values of the first look.
+    """
+    return _spent(num_values / num_planned) - (_spent((num_values - 1) / num_planned) if num_values > num_first else 0.0)
 
 
 def _spent(share: float) -> float:
@@ -128,25 +131,28 @@ class Look:
     answer: Answer
 
 
-def look(values: Sequence[float], limit: float, num_planned: int) -> Look | None:
-    """Look after each value, from the second on: is the true mean at most `limit`? None before there are two values."""
+def look(values: Sequence[float], limit: float, num_planned: int, num_first: int = 2) -> Look | None:
+    """Look after each value: is the true mean at most `limit`? None before the first look.
+
+    num_first: the values of the first look, at least 2.
+    """
     found = None
-    for num_values in range(2, min(len(values), num_planned) + 1):
-        interval = Interval.of(values[:num_values], error_of_look(num_values, num_planned))
+    for num_values in range(num_first, min(len(values), num_planned) + 1):
+        interval = Interval.of(values[:num_values], error_of_look(num_values, num_planned, num_first))
         found = Look(num_values, interval, interval.is_at_most(limit))
         if found.answer != "open":
             break
     return found
 
 
-def num_needed(values: Sequence[float], limit: float, num_planned: int | None) -> int | None:
+def num_needed(values: Sequence[float], limit: float, num_planned: int | None, num_first: int = 2) -> int | None:
     """Estimate how many values would make the answer certain, if mean and spread stay. None: more than `MOST_SEEDS`.
 
-    num_planned: of looks after each value; None for one look at all of them.
+    num_planned, num_first: of looks after each value; num_planned is None for one look at all of them.
     """
     distance, deviation = abs(limit - statistics.fmean(values)), deviation_of(values)
     for number in range(len(values) + 1, MOST_SEEDS + 1):
-        error = ERROR if num_planned is None else error_of_look(number, max(number, num_planned))
+        error = ERROR if num_planned is None else error_of_look(number, max(number, num_planned), num_first)
         if t_quantile(number - 1, error) * deviation / number**0.5 < distance:
             return number
     return None

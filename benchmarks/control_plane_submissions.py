@@ -3,9 +3,10 @@
     python -m benchmarks.control_plane_submissions --tree ../before --tree . --rounds 3
 
 Each tree (a checkout) gets a server and a database of its own and they take turns. Every job has a name and a learning rate
-of its own, as in a sweep. Both databases flush each commit: SQLite to the disk of `--folder`, PostgreSQL to that of the
-temporary folder. The client is one thread that sends prepared bytes; its CPU time is in
-the table, because it shares the cores with the server, and so is that of PostgreSQL's processes.
+of its own, as in a sweep; in the mix that clients send, each request also has an API key, an idempotency key and one of 16
+files of data. Both databases flush each commit: SQLite to the disk of `--folder`, PostgreSQL to that of the temporary folder.
+The client is one thread that sends prepared bytes; its CPU time is in the table, because it shares the cores with the server,
+and so is that of PostgreSQL's processes.
 """
 
 import argparse
@@ -22,21 +23,30 @@ from benchmarks.control_plane_tables import compare, options_of
 from tests.service.postgres_server import running_server
 
 WARM_UP_S = 1.0
+API_KEY = "a key of the benchmark"
+NUM_FILES = 16
+"""Files of data in the mix that clients send: as many as there are connections, by default."""
 
 
-def submissions(corpus: Path) -> Make:
-    """Prepare requests of jobs that differ in their names and learning rates."""
+def submissions(corpus: Path, *, is_mix: bool = False) -> Make:
+    """Prepare requests of jobs that differ in their names and learning rates. is_mix: and in data and idempotency keys."""
     training = {**SPEC["training"], "optimizer": {"learning_rate": 0.1111}}
-    data = {"source": "text", "path": str(corpus)}
+    data = {"source": "text", "path": f"{corpus}{'-file-0000' if is_mix else ''}"}
     body = json.dumps({**SPEC, "name": "job-00000000", "training": training, "data": data})
     head = "POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    if is_mix:
+        head += f"Authorization: Bearer {API_KEY}\r\nIdempotency-Key: key-of-job-00000000\r\n"
     request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode().replace(b"%", b"%%")
-    template = request.replace(b"00000000", b"%(number)08d").replace(b"0.1111", b"0.%(rate)04d")
+    template = (
+        request.replace(b"00000000", b"%(number)08d")
+        .replace(b"0.1111", b"0.%(rate)04d")
+        .replace(b"-file-0000", b"-file-%(file)04d")
+    )
     numbers = count(1)
 
     def make(_: int) -> bytes:
         number = next(numbers)
-        return template % {b"number": number, b"rate": number % 9999 + 1}
+        return template % {b"number": number, b"rate": number % 9999 + 1, b"file": number % NUM_FILES}
 
     return make
 
@@ -71,6 +81,21 @@ def measure(server: Server, corpus: Path, options: argparse.Namespace, url: str 
     if url:
         figures["CPU of each: PostgreSQL (ms)"] = (postgresql_cpu_s(url) - database_cpu_s) / number * 1000
     return figures
+
+
+def measure_mix(server: Server, corpus: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Measure one server once, with the mix that clients send."""
+    for number in range(NUM_FILES):
+        Path(f"{corpus}-file-{number:04d}").write_bytes(corpus.read_bytes())
+    make = submissions(corpus, is_mix=True)
+    closed_loop([server.port], make, options.connections, WARM_UP_S, status=201)
+    cpu_s = server.cpu_s()
+    load = closed_loop([server.port], make, options.connections, options.seconds, status=201)
+    name = f"{options.connections} connections, clients' mix"
+    return {
+        f"{name} (1/s)": load.per_s,
+        f"{name}: CPU of each: server (ms)": (server.cpu_s() - cpu_s) / load.num_answers * 1000,
+    }
 
 
 def measure_apis(servers: list[Server], corpus: Path, options: argparse.Namespace, url: str) -> dict[str, float]:
@@ -113,6 +138,11 @@ def main() -> int:
             with settings_for(database) as settings, running(tree, folder, settings=settings) as server:
                 measured = measure(server, corpus, options, settings.get("OCTET_DATABASE_URL"))
                 figures |= {f"{database}: {name}": value for name, value in measured.items()}
+            with (
+                settings_for(database) as settings,
+                running(tree, folder, settings=settings | {"OCTET_API_KEYS": API_KEY}) as server,
+            ):
+                figures |= {f"{database}: {name}": value for name, value in measure_mix(server, corpus, options).items()}
         for number in options.processes or []:
             with (
                 running_server(is_durable=True) as url,

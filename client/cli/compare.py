@@ -48,6 +48,7 @@ def compare(
         typer.Option("--vary", metavar="KEY=A,B", help="With FILE: training.optimizer.learning_rate=1e-4,3e-4"),
     ] = None,
     seeds: Annotated[int | None, typer.Option("--seeds", min=2, help="With FILE: the most of each arm. Default: 5.")] = None,
+    least_seeds: Annotated[int | None, typer.Option("--least-seeds", min=2, help="With FILE: before an answer.")] = None,
     at_once: Annotated[
         int | None, typer.Option("--at-once", min=1, help="With FILE: the most jobs at a time. Default: 2.")
     ] = None,
@@ -69,7 +70,8 @@ def compare(
     """Compare levels, or values of a field, over seeds until the answer is certain; exit 0 if every arm has one."""
     named = what or []
     is_file = len(named) == 1 and _FILE.fullmatch(named[0]) is not None
-    given = {"levels": levels, "vary": vary, "seeds": seeds, "at_once": at_once, "baseline": baseline, "budget": budget}
+    given = {"levels": levels, "vary": vary, "baseline": baseline, "budget": budget}
+    given |= {"seeds": seeds, "least_seeds": least_seeds, "at_once": at_once}
     if not is_file and (unused := [name for name, value in given.items() if value is not None]):
         option = f"--{unused[0].replace('_', '-')}"
         raise typer.BadParameter("got it without a job file; allowed: octet compare job.yaml …", param_hint=option)

@@ -36,10 +36,15 @@ class GroupCommit(Generic[Request, Answer]):
         *,
         max_weight: int = 64,
         weigh: Callable[[Request], int] = lambda _: 1,
+        gather_s: float = 0.0,
     ) -> None:
-        """name: of the thread. max_weight: the most that `weigh` finds for one transaction."""
+        """name: of the thread. max_weight: the most that `weigh` finds for one transaction.
+
+        gather_s: the time in which a transaction gathers requests before it begins, for those that nobody waits for.
+        """
         self._write_all_of = write
         self._max_weight, self._weigh = max_weight, weigh
+        self._gather_s, self._is_urgent = gather_s, threading.Event()
         self._waiting: list[tuple[Request, Waiter[Answer]]] = []
         self._lock = threading.Lock()
         self._is_writing = False
@@ -62,8 +67,9 @@ class GroupCommit(Generic[Request, Answer]):
         return future
 
     def drain(self) -> None:
-        """Wait until what `submit` was given before is written, or has failed."""
-        self._writer.submit(lambda: None).result()
+        """Wait until what `submit` was given before is written, or has failed. Nothing is gathered any longer meanwhile."""
+        self._is_urgent.set()
+        self._writer.submit(self._is_urgent.clear).result()
 
     def _add(self, request: Request, waiter: "Waiter[Answer]") -> bool:
         """Return True if the writer has to be woken."""
@@ -76,7 +82,7 @@ class GroupCommit(Generic[Request, Answer]):
         self._writer.submit(self._write_until_none_waits)
 
     def _write_until_none_waits(self) -> None:
-        while taken := self._take():
+        while taken := self._gather():
             wanted = [one for one in taken if _is_wanted(one[1])]
             began_s = time.monotonic()
             answers = self._write([request for request, _ in wanted]) if wanted else []
@@ -89,6 +95,11 @@ class GroupCommit(Generic[Request, Answer]):
         with self._lock:
             waiting, self._waiting = self._waiting, []
         _settle_all([(waiter, error) for _, waiter in waiting if _is_wanted(waiter)])
+
+    def _gather(self) -> "list[tuple[Request, Waiter[Answer]]]":
+        if self._gather_s and self._waiting:
+            self._is_urgent.wait(self._gather_s)
+        return self._take()
 
     def _take(self) -> "list[tuple[Request, Waiter[Answer]]]":
         """Take the requests of the next transaction, at least one. Without any, end the writer's turn."""

@@ -26,7 +26,7 @@ from octet.service.settings import Settings
 CHECKS_AT_ONCE = 8
 CHECKS_OF_TENANT = 4
 MOST_WAITING_OF_TENANT = 256
-PASSED_S = 0.1
+PASSED_S = 1.0
 """The time after a check was asked for in which it counts for jobs of a tenant with the same inputs, as those of a sweep."""
 _MOST_KEPT = 256
 

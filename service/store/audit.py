@@ -1,21 +1,36 @@
 """SQL about the audit. It has statements that add and that read, and none that change or delete."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
+from typing import NamedTuple
 
-from sqlalchemy import func, insert, select
+from sqlalchemy import Connection, func, select
 from sqlalchemy.orm import Session
 
-from octet.service.db.tables import AuditRow
+from octet.service.db.bulk import Rows
+from octet.service.db.tables import AuditRow, Base
 from octet.service.store.ids import new_ids
 
+_ROWS = Rows(Base.metadata.tables[AuditRow.__tablename__])
 
-def add(session: Session, records: Sequence[Mapping[str, Any]], now: datetime) -> None:
-    """Add records, in order. Each has every column but `id` and `at`."""
-    newest = session.scalar(select(func.max(AuditRow.id)))
+
+class Record(NamedTuple):
+    """One row without its id and time, in the order of the table."""
+
+    actor: str | None
+    tenant: str | None
+    method: str
+    path: str
+    address: str
+    request_id: str
+    status: int
+
+
+def add(connection: Connection, records: Sequence[Record], now: datetime) -> None:
+    """Add records, in order."""
+    newest = connection.execute(select(func.max(AuditRow.id))).scalar_one()
     ids = new_ids("aud", now, len(records), newest)
-    session.execute(insert(AuditRow), [{"id": id_, "at": now, **record} for id_, record in zip(ids, records, strict=True)])
+    _ROWS.execute(connection, [(id_, now, *record) for id_, record in zip(ids, records, strict=True)])
 
 
 def list_newest(session: Session, tenant: str | None, limit: int, after: str | None) -> list[AuditRow]:

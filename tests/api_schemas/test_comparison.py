@@ -92,6 +92,7 @@ def test_null_is_the_default_of_a_field(spec_document: Document) -> None:
         ({"levels": ["fp32", "O2"], "baseline": "O3"}, "baseline", "fp32, O2"),
         ({"levels": ["fp32", "O2"], "vary": {"precision.level": ["te", "O1"]}}, "vary", "levels has them"),
         ({"vary": {"model.hidden_size": list(range(2, 80, 2))}}, "vary", "2 to 32"),
+        ({"levels": ["fp32", "O2"], "seeds": 4, "least_seeds": 5}, "least_seeds", "2 to 4, which is seeds"),
     ],
 )
 def test_what_is_refused_names_the_field(spec_document: Document, fields: Document, field: str, words: str) -> None:

@@ -82,11 +82,19 @@ def test_a_setting_is_calm_up_to_a_third_of_the_limit() -> None:
     assert "moves its final loss by 0.090%; allowed: 0.083%" in str(why_not_calm(0.0009, 0.0025))
 
 
-@pytest.mark.parametrize("num_planned", [2, 3, 5, 20])
-def test_the_errors_of_all_looks_add_up_and_grow(num_planned: int) -> None:
-    errors = [error_of_look(number, num_planned) for number in range(2, num_planned + 1)]
+@pytest.mark.parametrize(("num_first", "num_planned"), [(2, 2), (2, 3), (2, 5), (2, 20), (5, 5), (5, 20)])
+def test_the_errors_of_all_looks_add_up(num_first: int, num_planned: int) -> None:
+    errors = [error_of_look(number, num_planned, num_first) for number in range(num_first, num_planned + 1)]
     assert sum(errors) == pytest.approx(ERROR)
-    assert errors == sorted(errors)
+    assert errors[num_first > 2 :] == sorted(errors[num_first > 2 :]), "of looks after the first, which has what came before it"
+
+
+def test_the_first_look_waits_for_as_many_values_as_it_is_to_have() -> None:
+    values = [0.0, 1e-6, -1e-6, 0.0, 1e-6]
+    assert look(values[:4], TOLERANCE, NUM_SEEDS, num_first=5) is None
+    found = look(values, TOLERANCE, NUM_SEEDS, num_first=5)
+    assert found is not None
+    assert (found.num_values, found.answer) == (5, "yes")
 
 
 def test_a_twin_is_called_different_in_at_most_5_of_100_and_a_bad_recipe_found_in_95() -> None:

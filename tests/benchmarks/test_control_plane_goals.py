@@ -8,6 +8,8 @@ TABLE = """| figure | . | first to last |
 | --- | ---: | ---: |
 | sqlite: 16 connections (1/s) | 799.00 (799.00 to 799.00) | 1.00 |
 | postgresql: 16 connections (1/s) | 800.00 (1.00 to 2001.00) | 1.00 |
+| sqlite: 16 connections, clients' mix (1/s) | 500.00 (499.00 to 500.00) | 1.00 |
+| postgresql: 16 connections, clients' mix (1/s) | 499.90 (1.00 to 2001.00) | 1.00 |
 | heartbeats, 8 connections (1/s) | 2001.00 (1.00 to 2001.00) | 1.00 |
 | one job, p99 (ms) | 9.80 (1.00 to 2.00) | 1.00 |
 | one job, 1000000 jobs, p99 (ms) | 5.00 (1.00 to 2.00) | 1.00 |
@@ -26,6 +28,8 @@ def test_each_floor_is_compared_with_its_figure() -> None:
     assert held == {
         "sqlite: 16 connections (1/s)": "no",
         "postgresql: 16 connections (1/s)": "yes",
+        "sqlite: 16 connections, clients' mix (1/s)": "yes",
+        "postgresql: 16 connections, clients' mix (1/s)": "no",
         "heartbeats, 8 connections (1/s)": "yes",
         "one job, 1000000 jobs, p99 (ms)": "yes",
         "page of 50, 1000000 jobs, p99 (ms)": "no",

@@ -106,6 +106,13 @@ def test_a_comparison_finds_the_bad_arm_and_calls_the_twin_equal(client: TestCli
     check_invariants(world)
 
 
+def test_no_answer_is_certain_before_the_least_seeds(client: TestClient, world: World, asked: Document) -> None:
+    comparison = submit(client, asked | {"seeds": 6, "least_seeds": 5})
+    found = run(world, lambda: read(client, comparison.id))
+    assert found.message == "all are certain"
+    assert [len(arm.seeds) for arm in found.report.arms] == [5, 5, 5]
+
+
 def test_children_are_ordinary_jobs_and_a_few_at_a_time(client: TestClient, world: World, asked: Document) -> None:
     comparison = submit(client, asked | {"at_once": 1})
     alive: list[int] = []

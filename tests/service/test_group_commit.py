@@ -22,6 +22,23 @@ def test_requests_of_one_turn_of_the_loop_share_a_transaction() -> None:
     assert groups == [list(range(50))]
 
 
+def test_requests_that_nobody_waits_for_are_gathered_until_they_are_drained() -> None:
+    """An hour to gather ends at once when somebody wants all of them written, and begins again after that."""
+    groups: list[list[int]] = []
+
+    def write(requests: Sequence[int]) -> list[None]:
+        groups.append(list(requests))
+        return [None] * len(requests)
+
+    commits = GroupCommit[int, None]("test", write, gather_s=3600)
+    for first in (0, 10):
+        written = [commits.submit(number) for number in range(first, first + 10)]
+        assert not any(each.done() for each in written)
+        commits.drain()
+        assert all(each.done() for each in written)
+    assert groups == [list(range(10)), list(range(10, 20))]
+
+
 def test_each_request_gets_an_answer_or_an_error_of_its_own() -> None:
     def write(requests: Sequence[int]) -> list[int | Exception]:
         return [ValueError("odd") if request % 2 else request for request in requests]

@@ -39,6 +39,7 @@ def job_file(tmp_path: Path, runnable: dict[str, Any]) -> str:
 
 def test_a_comparison_is_submitted_paused_resumed_shown_and_cancelled(octet: Octet, client: Client, job_file: str) -> None:
     options = ("--levels", "fp32,O2", "--vary", "training.optimizer.learning_rate=1e-4,3e-4", "--seeds", "3", "--at-once", "4")
+    options += ("--least-seeds", "3")
     shown = octet(
         "compare", job_file, *options, "--tolerance", "0.01", "--budget", "90m", "--set", "training.steps=7", "--detach"
     )
@@ -47,7 +48,8 @@ def test_a_comparison_is_submitted_paused_resumed_shown_and_cancelled(octet: Oct
     assert shown.stdout == f"{comparison_id} is running. Follow it with: octet compare {comparison_id}\n"
     spec = client.comparison(comparison_id).spec
     assert [arm.name for arm in spec.arms][::3] == ["fp32, learning_rate=0.0001", "O2, learning_rate=0.0003"]
-    assert (spec.seeds, spec.at_once, spec.tolerance, spec.job.training.steps) == (3, 4, 0.01, 7)
+    assert (spec.seeds, spec.least_seeds, spec.at_once, spec.tolerance) == (3, 3, 4, 0.01)
+    assert spec.job.training.steps == 7
     assert spec.budget_slot_hours == 1.5
     refused = octet("compare", job_file, *options, "--budget", "soon")
     assert refused.exit_code == 2
@@ -57,7 +59,7 @@ def test_a_comparison_is_submitted_paused_resumed_shown_and_cancelled(octet: Oct
     assert comparison_id in octet("compare").stdout
     looked = octet("compare", comparison_id, "--detach")
     assert looked.exit_code == 1, "it has no answer yet"
-    assert "cannot tell yet, it takes two seeds at least" in looked.stdout
+    assert "cannot tell yet, it takes 3 seeds at least" in looked.stdout
     assert octet("cancel", comparison_id).stdout == f"{comparison_id} is cancelled.\n"
     followed = octet("compare", comparison_id, "--json")
     assert followed.exit_code == 1
@@ -143,7 +145,7 @@ def test_jobs_are_paired_where_their_seeds_are_equal(octet: Octet, pairs: list[s
 def test_jobs_without_an_answer_exit_1_and_jobs_of_one_arm_2(octet: Octet, pairs: list[str]) -> None:
     open_one = octet("compare", pairs[0], pairs[3])
     assert open_one.exit_code == 1
-    assert "it takes two seeds at least" in open_one.stdout
+    assert "it takes 2 seeds at least" in open_one.stdout
     same = octet("compare", *pairs[:3])
     assert same.exit_code == 2
     assert "differ in nothing but seed and name" in same.stderr
