@@ -21,7 +21,7 @@ OPTIMIZER_STATES: Mapping[OptimizerName, tuple[Literal["exp_avg", "exp_avg_sq"],
 MATRIX_STATES: Mapping[OptimizerName, tuple[Literal["exp_avg"], ...]] = {"muon": ("exp_avg",)}
 """The states of hidden matrices, where an optimizer has another rule for them."""
 MUON_MOMENTUM = 0.95
-"""Of Jordan et al. 2024 and Liu et al. 2025."""
+"""The momentum of Jordan et al. 2024 and Liu et al. 2025."""
 ScheduleName = Literal["cosine", "linear", "constant", "polynomial", "warmup_stable_decay"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -32,8 +32,8 @@ class OptimizerSpec(Contract):
     adamw: Loshchilov and Hutter 2019, eps outside the root as in torch. adam: Kingma and Ba 2015, with weight decay in the
     gradient (L2). lion: Chen et al. 2023; it wants a learning rate 3 to 10 times smaller. muon: Jordan et al. 2024, with the
     factor of Liu et al. 2025 (arXiv 2502.16982) for hidden matrices, so that AdamW's learning rate and decay carry over; AdamW,
-    with betas and eps, for all other parameters. sgd: momentum as in torch (Sutskever
-    et al. 2013), with weight decay in the gradient; it needs training.gradient_clip, by which stored weights are scaled.
+    with betas and eps, for all other parameters. sgd: momentum as in torch (Sutskever et al. 2013), with weight decay in the
+    gradient; it needs training.gradient_clip, by which stored weights are scaled.
     """
 
     name: OptimizerName = "adamw"

@@ -256,7 +256,7 @@ class _Rank:
                     dtype, num_bytes = wide_dtype, wide_bytes
             times = 2 * num_passes if first.block is not None else 1
             sent["gather"][dtype] += elements * num_bytes * times
-            if self.zero:
+            if self.zero and any(parameter.is_matrix for parameter in bucket):
                 sent["gather"][MATRIX_DTYPE[0]] += self._num_gathered_for_matrices(bucket, sizes) * MATRIX_DTYPE[1]
         return {collective: dict(by_dtype) for collective, by_dtype in sent.items()}
 

@@ -335,7 +335,7 @@ class ShardedStates:
 
 
 class _GatheredMatrices:
-    """Gathers matrices of which ranks hold pieces, for a rule that needs them whole (`SharedMatrices`)."""
+    """Gathers matrices that ranks hold in pieces, for a rule that needs them whole (`SharedMatrices`)."""
 
     def __init__(self, optimizer: LowBitOptimizer, axis: Axis, places: Mapping[Tensor, tuple[Bucket, int]]) -> None:
         """axis: the ranks that hold the pieces. places: the bucket of each matrix's piece, and its index there."""

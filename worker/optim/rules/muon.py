@@ -10,7 +10,7 @@ Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; t
 scalable for LLM training" (arXiv 2502.16982), section 2.2: an update has the root mean square of AdamW's, whose learning rate
 and weight decay carry over. torch.optim.Muon has the same with adjust_lr_fn="match_rms_adamw".
 
-A group with `use_muon` holds matrices (N, K), or stacks of matrices (E, N, K), of which each is orthogonalized by itself.
+A group with `use_muon` holds matrices (N, K), or stacks of matrices (E, N, K), each orthogonalized by itself.
 `hidden_matrices` finds them in a model.
 """
 
@@ -32,7 +32,7 @@ from octet.worker.optim.rules.adam import Adam
 from octet.worker.optim.rules.rule import SIGNED_CODECS, Defaults, Group, MatrixRule, Rule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of x, x³ and x⁵ in a step of Newton-Schulz, which moves each singular value x."""
+"""The factors of x, x³ and x⁵ in a step of Newton-Schulz, which moves each singular value x."""
 NUM_STEPS = 5
 MIN_NORM = 1e-7
 """A matrix of a smaller Frobenius norm is divided by this, as in torch."""
@@ -119,7 +119,7 @@ class Muon(Adam):
             if parameter.dim() not in (2, 3):
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} is in a group with use_muon; allowed: matrices (N, K) and "
-                    "stacks of them (E, N, K). Make the groups by octet.worker.muon_groups(model), or give this parameter a "
+                    "stacks of them (E, N, K). Make the groups by octet.worker.optim.muon_groups(model), or give it a "
                     "group with use_muon=False, which AdamW steps."
                 )
             if is_shard(parameter):
