@@ -109,7 +109,9 @@ class ShardedStates:
             parameter: (bucket, index) for bucket in gradients.buckets for index, parameter in enumerate(bucket.parameters)
         }
         places = {self._pieces[parameter]: place for parameter, place in self._places.items()}
-        matrices = {piece: places[piece] for piece in optimizer.pieces.values() if optimizer.origins[piece].matrix_shape}
+        matrices: dict[Tensor, tuple[Bucket, int]] = {
+            piece: places[piece] for piece in optimizer.pieces.values() if optimizer.origins[piece].matrix_shape
+        }
         if matrices:
             optimizer.matrices = _GatheredMatrices(optimizer, self.axis, matrices)
         for parameter in elements:
