@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
+from octet.api_schemas.models.shapes import ParameterShape
 from octet.api_schemas.precision import PrecisionSpec
 
 MIN_FEATURES = 16
@@ -29,6 +30,11 @@ def why_not_wanted(name: str, rules: PrecisionSpec, ends: Collection[str]) -> st
     if matches(name, HEADS) and not rules.convert_heads:
         return "a head: its rounding error would go straight into the loss"
     return None
+
+
+def is_hidden_matrix(shape: ParameterShape) -> bool:
+    """Return True for a parameter that Muon orthogonalizes: the weight of a linear layer, but of no head."""
+    return shape.is_linear and shape.tied_to is None and not matches(shape.layer, HEADS)
 
 
 def matches(name: str, globs: Collection[str]) -> bool:

@@ -7,7 +7,7 @@ step), and may store one scale for the whole tensor. Classes of bytes are those 
 from typing import NamedTuple
 
 from octet.api_schemas.levels import Level
-from octet.api_schemas.optimization import OPTIMIZER_STATES, OptimizerName
+from octet.api_schemas.optimization import MATRIX_STATES, OPTIMIZER_STATES, OptimizerName
 
 BLOCK = 128
 """Elements that share the parts of a block."""
@@ -79,11 +79,17 @@ def gradient_bytes(stored: str, num_owned: int) -> dict[str, int]:
     return {"gradients": form.num_code_bytes(num_owned), "scales": form.num_scale_bytes(num_owned)}
 
 
-def moment_bytes(level: Level, optimizer: OptimizerName, num_elements: int, num_owned: int) -> dict[str, int]:
-    """Return the bytes, by class, of the optimizer's states. num_elements: of the whole parameter, which decide the format."""
+def moment_bytes(
+    level: Level, optimizer: OptimizerName, num_elements: int, num_owned: int, *, is_matrix: bool = False
+) -> dict[str, int]:
+    """Return the bytes, by class, of the optimizer's states.
+
+    num_elements: of the whole parameter, which decide the format. is_matrix: Muon would orthogonalize it.
+    """
     is_small = num_elements < MIN_QUANTIZED_ELEMENTS
     found = {"scales": 0}
-    for state in OPTIMIZER_STATES[optimizer]:
+    states = MATRIX_STATES.get(optimizer) if is_matrix else None
+    for state in OPTIMIZER_STATES[optimizer] if states is None else states:
         stored = STATE_FORMATS["fp32" if is_small else getattr(level, state)]
         found[state] = stored.num_code_bytes(num_owned)
         found["scales"] += stored.num_scale_bytes(num_owned)

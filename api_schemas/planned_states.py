@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from octet.api_schemas.bucket_layout import MAX_ELEMENTS, BucketLayout, fill_buckets
-from octet.api_schemas.conversion import MIN_FEATURES, names_at_the_ends, why_not_wanted
+from octet.api_schemas.conversion import MIN_FEATURES, is_hidden_matrix, names_at_the_ends, why_not_wanted
 from octet.api_schemas.formats import gradient_bytes, moment_bytes, weight_bytes
 from octet.api_schemas.job import JobSpec, ValidatedJob
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.shapes import ParameterShape
+from octet.api_schemas.optimization import MATRIX_STATES
 from octet.api_schemas.precision import PrecisionSpec
 
 CLASSES = ("weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other")
@@ -25,6 +26,8 @@ NUM_MEASURES = 5
 DELAYED_BYTES = 16
 """Bytes of delayed scaling in each operand, besides the window itself."""
 LOSS_SCALING_BYTES = 24
+MATRIX_DTYPE = ("bfloat16", 2)
+"""The dtype in which accelerators gather the matrices that Muon orthogonalizes, and its bytes."""
 WIDE = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2)}
 WEIGHT_DTYPES = {"fp32": ("float32", 4), "fp16+scale": ("float16", 2), "fp8": ("float8_e4m3fn", 1)}
 """The dtypes in which gradients and weights travel, and their bytes."""
@@ -59,6 +62,8 @@ class _Parameter(NamedTuple):
     is_converted: bool
     is_coded: bool
     """True if its gradient is held, and travels, in FP8."""
+    is_matrix: bool = False
+    """True if Muon orthogonalizes it; False for the parameters of another optimizer."""
 
 
 def states_of(spec: JobSpec, sizes: FamilySizes) -> States:
@@ -142,7 +147,8 @@ class _Rank:
             is_converted = shape.name in converted and self.level.has_own_fp8
             is_coded = is_converted and self.precision.holds_fp8_gradients
             block = shape.block if self.zero == 3 else None
-            held.append(_Parameter(num_elements, num_whole, block, is_converted, is_coded))
+            is_matrix = self.optimizer in MATRIX_STATES and is_hidden_matrix(shape)
+            held.append(_Parameter(num_elements, num_whole, block, is_converted, is_coded, is_matrix))
         return held
 
     def _buckets(self) -> list[list[_Parameter]]:
@@ -179,7 +185,7 @@ class _Rank:
                 weight_bytes(self.level, parameter.is_converted, parameter.num_elements, num_owned),
                 self._gradient_bytes(parameter, num_owned),
             ]
-            moments = moment_bytes(self.level, self.optimizer, parameter.num_whole, num_owned)
+            moments = moment_bytes(self.level, self.optimizer, parameter.num_whole, num_owned, is_matrix=parameter.is_matrix)
             if self.spec.training.offload_optimizer:
                 host += times * sum(moments.values())
             else:
@@ -250,7 +256,18 @@ class _Rank:
                     dtype, num_bytes = wide_dtype, wide_bytes
             times = 2 * num_passes if first.block is not None else 1
             sent["gather"][dtype] += elements * num_bytes * times
+            if self.zero and any(parameter.is_matrix for parameter in bucket):
+                sent["gather"][MATRIX_DTYPE[0]] += self._num_gathered_for_matrices(bucket, sizes) * MATRIX_DTYPE[1]
         return {collective: dict(by_dtype) for collective, by_dtype in sent.items()}
+
+    def _num_gathered_for_matrices(self, bucket: Sequence[_Parameter], sizes: tuple[int, ...]) -> int:
+        """Return the elements that a rank sends so that each rank has Muon's whole matrices, padded to the largest piece."""
+        layout, num_elements = BucketLayout(sizes, self.num_replicas), 0
+        pieces = [piece for rank in range(self.num_replicas) for piece in layout.pieces(rank)]
+        for index, parameter in enumerate(bucket):
+            if parameter.is_matrix:
+                num_elements += max(piece.length for piece in pieces if piece.index == index)
+        return num_elements * (self.num_replicas - 1)
 
 
 def _part_of_pipeline(spec: JobSpec, shapes: Sequence[ParameterShape], pipeline_rank: int) -> Sequence[ParameterShape]:

@@ -20,6 +20,13 @@ SCALED_LOSS = levels_where(lambda level: level.loss_scaling)
 ADAPTER = below(
     (
         Rule(
+            "training.optimizer.name",
+            must=differs("training.optimizer.name", "muon"),
+            allowed="adamw, adam, lion or sgd with adapter",
+            why="muon orthogonalizes the update of a whole weight, and an adapter's two factors are none",
+            change="Choose another training.optimizer.name.",
+        ),
+        Rule(
             "model.path",
             must=differs("model.files", None),
             got="None",

@@ -209,6 +209,14 @@ TENSOR_RULES = (
                 "fp32, bf16-amp, te and the levels O1 to O3, whose layers and losses ranks can divide",
                 "Change precision.level",
             ),
+            Rule(
+                "training.optimizer.name",
+                must=differs("training.optimizer.name", "muon"),
+                allowed="adamw, adam, lion or sgd with parallelism.tensor",
+                why="each rank has a part of a matrix, and muon orthogonalizes whole ones",
+                change="Choose another training.optimizer.name, or set parallelism.tensor to 1; parallelism.zero_stage divides "
+                "muon's states, too.",
+            ),
             _no_adapter(TENSOR, "adapters are whole on every rank"),
             _no_average(TENSOR, "the average is of all weights, whole on every rank"),
             *_proven_apart(TENSOR, "layers"),

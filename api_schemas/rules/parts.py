@@ -24,9 +24,9 @@ def _numbers(part: str, *readers: tuple[str, object, tuple[str, ...]]) -> tuple[
 OPTIMIZER = Table(
     *_numbers(
         "optimizer",
-        ("betas", (0.9, 0.95), ("adamw", "adam", "lion")),
-        ("eps", 1e-8, ("adamw", "adam")),
-        ("momentum", 0.9, ("sgd",)),
+        ("betas", (0.9, 0.95), ("adamw", "adam", "lion", "muon")),
+        ("eps", 1e-8, ("adamw", "adam", "muon")),
+        ("momentum", 0.9, ("muon", "sgd")),
     )
 )
 

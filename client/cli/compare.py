@@ -70,7 +70,7 @@ def compare(
     """Compare levels, or values of a field, over seeds until the answer is certain; exit 0 if every arm has one."""
     named = what or []
     is_file = len(named) == 1 and _FILE.fullmatch(named[0]) is not None
-    given = {"levels": levels, "vary": vary, "baseline": baseline, "budget": budget}
+    given: dict[str, Any] = {"levels": levels, "vary": vary, "baseline": baseline, "budget": budget}
     given |= {"seeds": seeds, "least_seeds": least_seeds, "at_once": at_once}
     if not is_file and (unused := [name for name, value in given.items() if value is not None]):
         option = f"--{unused[0].replace('_', '-')}"

@@ -79,16 +79,16 @@ def planned(spec: JobSpec) -> States:
     return states_of(spec, spec.model.sizes)
 
 
-def measured(spec: JobSpec) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """Take a step as the first rank of the job, with fake ranks for the others. Return the bytes it holds, and sends."""
-    config = resolve(spec, RankEnv(world_size=spec.resources.workers))
+def measured(spec: JobSpec, rank: int = 0) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """Take a step as a rank of the job. Return the bytes it holds, and sends."""
+    config = resolve(spec, RankEnv(rank=rank, world_size=spec.resources.workers))
     device, model = torch.device("cpu"), build_model(config.model, 0)
     optimizer = build_optimizer(parameter_groups(model, config.optimizer), config.optimizer, config.gradient_clip)
     prepared = prepare(model, optimizer, config.precision)
     assert prepared.optimizer is not None
     average = MovingAverage(prepared.model, spec.training.ema_decay)
     prepare_steps(prepared.model, prepared.optimizer, config.training, device)
-    mesh = Axes.of_layout(config.layout, 0, device)
+    mesh = Axes.of_layout(config.layout, rank, device)
     parallel = on_mesh(prepared.model, prepared.optimizer, mesh, config.parallelism)
     parallel.replicas.sent_bytes.clear()
     batch, num_passes = batch_of(spec.model.family), config.batch.num_micro_batches
@@ -189,6 +189,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"training": {"ema_decay": 0.9}},
     {"training": {"gradient_release": True, "gradient_clip": None}},
     {"training": {"optimizer": {"name": "lion"}}},
+    {"training": {"optimizer": {"name": "muon"}}},
+    {"training": {"optimizer": {"name": "muon"}}, "precision": {"level": "O3-split-8bit"}},
     {"training": {"micro_batch_size": 1, "global_batch_size": 5}},
     {"precision": {"level": "O3", "exclude": ["*.mlp.*"], "skip_last_layers": 2}},
     {"precision": {"level": "O2", "convert_heads": True, "recipe": {"scaling": "delayed", "amax_history_length": 4}}},
@@ -227,6 +229,42 @@ def test_a_rank_of_each_layout(workers: int, parallelism: dict[str, Any], level:
             assert num_bytes == pytest.approx(sent[collective][dtype], rel=0.01), (collective, dtype)
     counted = sum(sum(by_dtype.values()) for by_dtype in found.sent.values())
     assert counted == pytest.approx(sum(sum(by_dtype.values()) for by_dtype in sent.values()), rel=0.015)
+
+
+def counted(rank: int, port: int, folder: str, documents: dict[str, dict[str, Any]]) -> None:
+    """Take a step of each job as one of two real ranks, and write what the rank holds and sends."""
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")
+    found = {name: measured(JobSpec.model_validate(document), rank) for name, document in documents.items()}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.mark.system
+def test_ranks_gather_the_matrices_of_muon(tmp_path: Path) -> None:
+    """A CPU gathers fp32, accelerators bf16. Nothing else differs from what AdamW sends but who has a gradient of a matrix."""
+    names, stages = ("muon", "adamw"), (1, 2, 3)
+    specs = {
+        f"{name} {stage}": job(
+            LLAMA,
+            "O2",
+            2,
+            training={"micro_batch_size": 1, "optimizer": {"name": name}},
+            parallelism={"zero_stage": stage},
+        )
+        for name in names
+        for stage in stages
+    }
+    documents = {name: spec.model_dump(mode="json", exclude_unset=True) for name, spec in specs.items()}
+    run_ranks(counted, (free_port(), str(tmp_path), documents), 2)
+    found = json.loads((tmp_path / "0.json").read_text())
+    for stage in stages:
+        (held, sent), (_, sent_by_adamw) = (found[f"{name} {stage}"] for name in names)
+        muon, adamw = (planned(specs[f"{name} {stage}"]) for name in names)
+        assert muon.held == held
+        gathered = {dtype: num_bytes - sent_by_adamw["gather"].get(dtype, 0) for dtype, num_bytes in sent["gather"].items()}
+        expected = muon.sent["gather"]["bfloat16"] - adamw.sent["gather"].get("bfloat16", 0)
+        assert gathered == dict.fromkeys(gathered, 0) | {"float32": 2 * expected}
+        assert expected > 0
 
 
 def trained(rank: int, port: int, folder: str, document: dict[str, Any]) -> None:

@@ -110,6 +110,12 @@ def unstack_experts(model: nn.Module, precision: PrecisionSpec, optimizer: torch
                 stacked.__class__ = ReplacedStack
 
 
+def expert_stacks(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters (E, N, K) that hold the experts of a model's layers; none where they are unstacked."""
+    found = [module for module in model.modules() if _is_stack_of_experts(module)]
+    return [module.get_parameter(name) for module in found for name in _stacked(module)]
+
+
 def has_experts(model: nn.Module) -> bool:
     """Return True for a model with experts that were unstacked. The host waits for the device in each of their passes."""
     return any(wrapper_of(module, ExpertsForward) is not None for module in model.modules())

@@ -11,6 +11,7 @@ from octet.worker.optim.registry import OPTIMIZERS
 from octet.worker.optim.release import release_gradients
 from octet.worker.optim.rules.adam import Hyperparameters, LowBitAdamW
 from octet.worker.optim.rules.lion import LionHyperparameters, LowBitLion
+from octet.worker.optim.rules.muon import LowBitMuon, MuonHyperparameters, hidden_matrices, muon_groups
 from octet.worker.optim.rules.sgd import LowBitSGD, SGDHyperparameters
 from octet.worker.optim.take_over import take_over
 from octet.worker.optim.weights import QuantizedWeight
@@ -23,15 +24,19 @@ __all__ = [
     "LionHyperparameters",
     "LowBitAdamW",
     "LowBitLion",
+    "LowBitMuon",
     "LowBitOptimizer",
     "LowBitSGD",
+    "MuonHyperparameters",
     "QuantizedWeight",
     "SGDHyperparameters",
     "adopt",
     "build_optimizer",
     "check_adoptable",
     "clip_grad_norm_",
+    "hidden_matrices",
     "make_by_name",
+    "muon_groups",
     "offload_optimizer",
     "release_gradients",
     "take_over",

@@ -26,4 +26,4 @@ def make_by_name(name: str, model: nn.Module) -> torch.optim.Optimizer:
     registered = {str(known): each for known, each in REGISTRY.items()}.get(name)
     if registered is None:
         raise ValueError(f"optimizer_name is {name!r}; allowed: {', '.join(REGISTRY)}. Or make an optimizer and pass it.")
-    return registered.user(model.parameters())
+    return registered.user(registered.groups(model))

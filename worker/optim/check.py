@@ -21,13 +21,13 @@ def check_adoptable(optimizer: torch.optim.Optimizer, level: Level) -> None:
     defaults = rule.defaults(**{f"{state}_codec": getattr(level, state) for state in rule.state_codecs})
     own = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
     for group in optimizer.param_groups:
-        rule.check(own | own_options(group, optimizer))
+        options = own | own_options(group, optimizer)
+        rule.check(options)
         for parameter in group["params"]:
             if parameter.dtype not in TRAINABLE_DTYPES:
                 raise ValueError(
                     f"a parameter has dtype {parameter.dtype}; allowed: {', '.join(map(str, TRAINABLE_DTYPES))}. "
                     "Cast the model, or give this parameter an optimizer of its own."
                 )
-    for state in optimizer.state.values():
-        if state:
-            check_states(state, rule)
+            if state := optimizer.state.get(parameter):
+                check_states(state, rule.of(options))

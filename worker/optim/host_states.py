@@ -38,9 +38,13 @@ class HostStates:
         self.names = tuple(names)
         self._streams: dict[torch.device, _Streams] = {}
 
+    def names_in(self, state: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the states that a parameter has; not each rule of an optimizer has all."""
+        return tuple(name for name in self.names if name in state)
+
     def hold(self, state: dict[str, Any]) -> None:
         """Move one parameter's states to host memory, pinned if they come from CUDA."""
-        for name in self.names:
+        for name in self.names_in(state):
             state[name] = {part: _on_host(tensor) for part, tensor in state[name].items()}
 
     def visit(
@@ -55,10 +59,10 @@ class HostStates:
             if current.ready is not None:
                 torch.cuda.current_stream(parameter.device).wait_event(current.ready)
             state = states[parameter]
-            host: Parts = {name: state[name] for name in self.names}
+            host: Parts = {name: state[name] for name in self.names_in(state)}
             state.update(current.parts)
             yield parameter, group
-            current.parts.update({name: state[name] for name in self.names})
+            current.parts.update({name: state[name] for name in self.names_in(state)})
             self._store(parameter.device, host, current.parts)
             state.update(host)
 
@@ -87,7 +91,7 @@ class HostStates:
     def _copied_to(self, device: torch.device, state: dict[str, Any]) -> Parts:
         return {
             name: {part: host.to(device, copy=True, non_blocking=True) for part, host in state[name].items()}
-            for name in self.names
+            for name in self.names_in(state)
         }
 
     def _store(self, device: torch.device, host: Parts, parts: Parts) -> None:

@@ -17,6 +17,8 @@ class Origin(NamedTuple):
     """Elements of the model's parameter."""
     shard: int = 0
     num_shards: int = 1
+    matrix_shape: tuple[int, ...] = ()
+    """The shape of the model's parameter, where its rule needs the whole matrix (`MatrixRule`)."""
 
     @property
     def first_draw(self) -> int:

@@ -10,6 +10,7 @@ from torch import nn
 from octet.api_schemas import OptimizerSpec, ScheduleSpec
 from octet.worker.common.errors import InvalidConfig
 from octet.worker.models.blocks import repeated_blocks
+from octet.worker.optim.rules.muon import hidden_matrices
 
 LEARNING_RATE_FACTOR = "learning_rate_factor"
 """The name, in a parameter group, of what the job's learning rate is multiplied by."""
@@ -51,6 +52,7 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerSpec) -> list[dict[st
 
     Without `layer_decay` there are two groups (Radford et al. 2018, section 4.1). With it there are two for each depth, whose
     learning rate is multiplied by layer_decay ** (number of blocks above + 1) (Bao et al. 2022, arXiv 2106.08254, appendix).
+    With Muon each of these is two: hidden matrices (`hidden_matrices`), and the parameters that AdamW steps.
     Raises InvalidConfig for a glob that names no parameter, and for a layer_decay where no blocks repeat.
     """
     named = list(model.named_parameters())
@@ -60,12 +62,18 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerSpec) -> list[dict[st
         for name, parameter in named
     }
     factors = learning_rate_factors(model, optimizer.layer_decay)
-    groups = []
+    matrices = set(hidden_matrices(model)) if optimizer.name == "muon" else set()
+    groups: list[dict[str, Any]] = []
     for factor in sorted(set(factors.values())) or [1.0]:
         for is_decayed, weight_decay in ((True, optimizer.weight_decay), (False, 0.0)):
             found = [p for name, p in named if decays[name] is is_decayed and factors[name] == factor]
             own = {LEARNING_RATE_FACTOR: factor} if optimizer.layer_decay < 1 else {}
-            groups.append({"params": found, "weight_decay": weight_decay, **own})
+            options = {"weight_decay": weight_decay, **own}
+            if optimizer.name == "muon":
+                groups.append({"params": [p for p in found if p in matrices], **options, "use_muon": True})
+                groups.append({"params": [p for p in found if p not in matrices], **options, "use_muon": False})
+            else:
+                groups.append({"params": found, **options})
     return [group for group in groups if group["params"] or optimizer.layer_decay == 1]
 
 

@@ -171,6 +171,6 @@ def make_master(optimizer: LowBitOptimizer, parameter: Tensor, values: Tensor, a
 
 def state_bytes(optimizer: LowBitOptimizer, parameter: Tensor, group: Group) -> int:
     """Return the bytes of a parameter's states, without its master weight and its count of steps."""
-    codecs = (optimizer.codec(parameter, group, name) for name in optimizer.rule.state_codecs)
+    codecs = (optimizer.codec(parameter, group, name) for name in optimizer.rule.of(group).state_codecs)
     parts = (zeros(codec, parameter.numel(), torch.device("meta")) for codec in codecs)
     return sum(tensor.nbytes for stored in parts for tensor in stored.values())

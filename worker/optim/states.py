@@ -8,7 +8,7 @@ parameter.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +47,24 @@ WRITE_STREAM = 1 << 30
 """The first random stream of writes from outside; those below are of steps, those from 1 << 31 of gradients."""
 
 
+class SharedMatrices(Protocol):
+    """Gives every rank the whole of matrices whose elements the ranks divide. All ranks make the same calls, in one order."""
+
+    def due(self, updates: list[tuple[Tensor, Group]]) -> list[tuple[Tensor, Group]]:
+        """Return this rank's updates, with the matrices that only other ranks step: each takes part in the gather."""
+
+    def join(self, piece: Tensor, own: Tensor) -> Tensor:
+        """Return all elements of a piece's matrix, 1-D. own: those of this rank, 1-D, maybe none."""
+
+
 class OptimizerStates(torch.optim.Optimizer):
     """The parameters, stored weights and states of a `LowBitOptimizer`, which documents the arguments."""
 
     rule: ClassVar[Rule]
     host_states: HostStates | None = None
     """Keeps the states in host memory, where `offload_optimizer` was called."""
+    matrices: SharedMatrices | None = None
+    """Puts matrices together whose elements ranks divide (ZeRO); None where this optimizer holds all elements."""
 
     def __init__(
         self,
@@ -113,7 +125,9 @@ class OptimizerStates(torch.optim.Optimizer):
             if is_shard(parameter):
                 self.shards = Shards() if self.shards is None else self.shards
                 self.shards.add(parameter)
-            self._origins[parameter] = origin_of(parameter, len(self._origins))
+            origin = origin_of(parameter, len(self._origins))
+            shape = tuple(parameter.shape) if self.rule.of(group).needs_matrices else ()
+            self._origins[parameter] = origin._replace(matrix_shape=shape)
             if parameter.requires_grad and not is_deferred(stored(parameter)):
                 self.allocate(parameter, group)
 
@@ -123,7 +137,8 @@ class OptimizerStates(torch.optim.Optimizer):
         num_elements: those in the whole parameter. States that exist keep their codec: call it
         before the first step.
         """
-        self._origins[parameter] = Origin(parameter_index, first_element, num_elements)
+        shape = self._origins[parameter].matrix_shape
+        self._origins[parameter] = Origin(parameter_index, first_element, num_elements, matrix_shape=shape)
 
     def hold(
         self,
@@ -201,18 +216,19 @@ class OptimizerStates(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict of this class, bit for bit, or of a torch optimizer with the same states.
 
-        The codecs stay those of this optimizer: a state that was stored by another codec is encoded again. A master weight
-        that was not saved stays as it is. Raises ValueError for another rule's states and for states in other parts.
+        The codecs and the rules of groups stay those of this optimizer: a state that was stored by another codec is encoded
+        again. A master weight that was not saved stays as it is. Raises ValueError for another rule's states and for states in
+        other parts.
         """
-        codec_names = [f"{name}_codec" for name in self.rule.state_codecs]
-        own_codecs = [{name: group[name] for name in codec_names} for group in self.param_groups]
+        kept = [*(f"{name}_codec" for name in self.rule.state_codecs), *self.rule.fixed]
+        own_options = [{name: group[name] for name in kept} for group in self.param_groups]
         own_masters = {held: state["master_weights"] for held, state in self.state.items() if "master_weights" in state}
         saved_groups = state_dict["param_groups"]
         super().load_state_dict({"state": {}, "param_groups": saved_groups})  # torch would cast codes to the weight's dtype
         self.seed = state_dict.get("seed", self.seed)
         self._num_skipped.fill_(state_dict.get("num_skipped_steps", 0))
-        for group, saved_group, codecs in zip(self.param_groups, saved_groups, own_codecs, strict=True):
-            group.update(codecs)
+        for group, saved_group, options in zip(self.param_groups, saved_groups, own_options, strict=True):
+            group.update(options)
             for parameter, key in zip(group["params"], saved_group["params"], strict=True):
                 if key in state_dict["state"]:
                     saved = state_dict["state"][key]
@@ -236,7 +252,18 @@ class OptimizerStates(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold; torch's own drops every attribute that it does not know."""
-        own = ["seed", "all_ranks_finite", "fused", "_num_skipped", "_weights", "_origins", "pieces", "shards", "host_states"]
+        own = [
+            "seed",
+            "all_ranks_finite",
+            "fused",
+            "_num_skipped",
+            "_weights",
+            "_origins",
+            "pieces",
+            "shards",
+            "host_states",
+            "matrices",
+        ]
         return super().__getstate__() | {name: getattr(self, name) for name in (*own, *STEP_HOOKS)}
 
     @torch.no_grad()
@@ -289,7 +316,9 @@ class OptimizerStates(torch.optim.Optimizer):
         return self._draw(parameter, WRITE_STREAM + self.first_stream(parameter))
 
     def is_fused(self, parameter: Tensor) -> bool:
-        """Return True if kernels step the parameter; the host does not wait for them."""
+        """Return True if kernels step the parameter; the host does not wait for them. None steps a whole matrix."""
+        if self._origins[parameter].matrix_shape:
+            return False
         starts_a_draw = self._origins[parameter].first_draw % NUMBERS_PER_DRAW == 0  # kernels use whole draws
         parameter = stored(parameter)
         wanted = parameter.is_cuda if self.fused is None else self.fused
@@ -315,15 +344,16 @@ class OptimizerStates(torch.optim.Optimizer):
     def zero_states(self, parameter: Tensor, group: Group) -> dict[str, Any]:
         """Return states before the first step: the number of steps, and dicts of plain tensors."""
         state: dict[str, Any] = {"step": self._new_step_count(parameter, 0)}
-        for name in self.rule.state_codecs:
+        for name in self.rule.of(group).state_codecs:
             state[name] = zeros(self.codec(parameter, group, name), stored(parameter).numel(), parameter.device)
         return state
 
     def _load(self, parameter: Tensor, group: Group, saved: dict[str, Any], saved_group: Group) -> None:
         """Take over a parameter's saved states."""
-        check_states(saved, self.rule)
+        rule = self.rule.of(group)
+        check_states(saved, rule)
         state = self.state[parameter] = {"step": self._new_step_count(parameter, int(saved["step"]))}
-        for name in self.rule.state_codecs:
+        for name in rule.state_codecs:
             codec, saved_codec = self.codec(parameter, group, name), self.codec(parameter, saved_group, name)
             parts = saved[name] if isinstance(saved[name], dict) else {"codes": local_of(saved[name]).float().reshape(-1)}
             check_parts(name, parts, saved_codec)
@@ -357,7 +387,7 @@ class OptimizerStates(torch.optim.Optimizer):
 
     def codec_names(self, group: Group) -> tuple[str, ...]:
         """Return the codecs of large parameters' states, in the rule's order; torch's groups name none: fp32."""
-        return tuple(str(group.get(f"{state}_codec", "fp32")) for state in self.rule.state_codecs)
+        return tuple(str(group.get(f"{state}_codec", "fp32")) for state in self.rule.of(group).state_codecs)
 
     def codec(self, parameter: Tensor, group: Group, state: str) -> Codec:
         """Return the codec of one state of a parameter: fp32 for a small one."""
@@ -374,7 +404,8 @@ class OptimizerStates(torch.optim.Optimizer):
         if weight is None:
             held = stored(parameter)
             return Fp32Weight(held) if held.dtype == torch.float32 else Bf16Weight(held, draw)
-        bound = self.rule.bound_after_step(weight.amax, int(self.state[parameter]["step"]), group)
+        shape = self._origins[parameter].matrix_shape
+        bound = self.rule.of(group).bound_after_step(weight.amax, int(self.state[parameter]["step"]), group, shape)
         if weight.needs_master:
             return MasterWeight(weight, self.state[parameter]["master_weights"], bound, draw)
         if weight.residual is not None:

@@ -45,7 +45,9 @@ class Stepper:
 
     def _step_here(self, optimizer: OptimizerStates, updates: Updates, finite: Tensor, alone: Tensor | None) -> None:
         plain = self._step_fused(optimizer, updates, finite, alone)
-        if plain and finite:  # the one value that the host waits for
+        if (plain or optimizer.matrices is not None) and finite:  # the one value that the host waits for
+            if optimizer.matrices is not None:
+                plain = optimizer.matrices.due(plain)
             for parameter, group in plain:
                 walker.update(optimizer, parameter, group)
 
@@ -61,9 +63,10 @@ class Stepper:
         from octet.worker.optim.address_cache import AddressCache  # loads Triton
         from octet.worker.optim.fused import FusedStep, Rows, describe
 
+        rule = optimizer.rule.of(fused[0][1])  # one for all: no kernel steps what a `MatrixRule` does
         if alone not in self.fused_steps:
-            self.fused_steps[alone] = FusedStep(optimizer.rule)
-        rows = Rows(describe(optimizer, fused), optimizer.rule)
+            self.fused_steps[alone] = FusedStep(rule)
+        rows = Rows(describe(optimizer, fused), rule)
         self.fused_steps[alone].run(rows, optimizer.param_groups, finite, optimizer.seed)
         if alone is None and not plain and optimizer.host_states is None:
             self.cache = AddressCache(optimizer, updates, rows)

@@ -26,6 +26,7 @@ from octet.worker.kernels.formats import BLOCK
 from octet.worker.mesh import Axis, Pending, TensorInPieces
 from octet.worker.models.blocks import repeated_blocks
 from octet.worker.optim import LowBitOptimizer
+from octet.worker.optim.rules.rule import Group
 from octet.worker.optim.sharding import cut_into_pieces, make_piece, shares_memory
 from octet.worker.optim.shards import agree_on_finite, agree_on_weight_scales
 from octet.worker.parallel.buckets import Bucket
@@ -107,6 +108,12 @@ class ShardedStates:
         self._places: dict[Tensor, tuple[Bucket, int]] = {
             parameter: (bucket, index) for bucket in gradients.buckets for index, parameter in enumerate(bucket.parameters)
         }
+        places = {self._pieces[parameter]: place for parameter, place in self._places.items()}
+        matrices: dict[Tensor, tuple[Bucket, int]] = {
+            piece: places[piece] for piece in optimizer.pieces.values() if optimizer.origins[piece].matrix_shape
+        }
+        if matrices:
+            optimizer.matrices = _GatheredMatrices(optimizer, self.axis, matrices)
         for parameter in elements:
             if is_float8_weight(parameter):
                 parameter.state.read_whole = _Read(self, parameter)
@@ -327,6 +334,28 @@ class ShardedStates:
         """Return the number, which is not negative, that all owners of a parameter have; infinity for NaN."""
         own = number.to(self.axis.device, copy=True)
         return self.axis.max_(own if owns_some else torch.zeros_like(own))
+
+
+class _GatheredMatrices:
+    """Gathers matrices that ranks hold in pieces, for a rule that needs them whole (`SharedMatrices`)."""
+
+    def __init__(self, optimizer: LowBitOptimizer, axis: Axis, places: Mapping[Tensor, tuple[Bucket, int]]) -> None:
+        """axis: the ranks that hold the pieces. places: the bucket of each matrix's piece, and its index there."""
+        self._optimizer, self._axis, self._places = optimizer, axis, places
+
+    def due(self, updates: list[tuple[Tensor, Group]]) -> list[tuple[Tensor, Group]]:
+        """Return updates with each matrix that some rank has a gradient of, in the order of the groups. The host waits."""
+        groups = self._optimizer.param_groups  # others since a state dict was loaded
+        matrices = [(piece, group) for group in groups for piece in group["params"] if piece in self._places]
+        marks = torch.tensor([piece.grad is not None for piece, _ in matrices], dtype=torch.float32, device=self._axis.device)
+        is_due = self._axis.max_(marks).tolist()
+        due = [update for update, mark in zip(matrices, is_due, strict=True) if mark]
+        return [*(update for update in updates if update[0] not in self._places), *due]
+
+    def join(self, piece: Tensor, own: Tensor) -> Tensor:
+        """Return the whole matrix, 1-D."""
+        bucket, index = self._places[piece]
+        return bucket.join_pieces(index, own, 1)
 
 
 class _Read:

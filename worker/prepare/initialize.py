@@ -69,7 +69,7 @@ def initialize(
     default "O2". The option `recipe` may be one of Accelerate's (TERecipeKwargs, AORecipeKwargs,
     MSAMPRecipeKwargs, FP8RecipeKwargs, or a dict of their fields), which chooses the level unless opt_level does. The option
     `norms="bf16"` gives LayerNorm and RMSNorm weights and outputs in bf16, with fp32 statistics.
-    optimizer_name: adamw, adam, lion or sgd, with default hyperparameters, for all parameters;
+    optimizer_name: adamw, adam, lion, muon or sgd, with default hyperparameters, for all parameters;
     without it and an optimizer there is none. seed: for stochastic rounding. tokens: how many a
     linear layer sees in one forward pass on one device, by which `auto_filter` finds what gains
     nothing in FP8; default 8192. on_event: called when a layer is demoted. `model.octet_report`

@@ -161,7 +161,7 @@ def test_deepspeeds_settings_within_are_read_and_auto_is_the_arguments() -> None
 @pytest.mark.parametrize(
     ("arguments", "left"),
     [
-        ({"optim": "adafactor"}, "optim: adafactor: jobs have the optimizers adamw, adam, lion, sgd"),
+        ({"optim": "adafactor"}, "optim: adafactor: jobs have the optimizers adamw, adam, lion, muon, sgd"),
         ({"optim": "adamw_bnb_8bit"}, "optim: adamw_bnb_8bit: moments in 8 bits are a part of the level"),
         ({"lr_scheduler_type": "inverse_sqrt"}, "lr_scheduler_type: inverse_sqrt: jobs have the counterparts"),
         ({"warmup_steps": 0.1}, "warmup_steps: 0.1: the number of steps is known with the data alone"),

@@ -320,7 +320,7 @@ class TestRefusals:
     def test_optimizers_that_cannot_be_represented_by_name(self) -> None:
         model = small_model()
         allowed = "torch.optim.AdamW, torch.optim.Adam, octet.worker.optim.LowBitAdamW, octet.worker.optim.LowBitLion, "
-        allowed += "octet.worker.optim.LowBitSGD"
+        allowed += "octet.worker.optim.LowBitMuon, octet.worker.optim.LowBitSGD"
         with pytest.raises(ValueError, match=rf"SGD cannot hold .* allowed: {allowed}\."):
             adopt(torch.optim.SGD(model.parameters(), lr=0.1), LEVELS["fp32"])
         with pytest.raises(ValueError, match="amsgrad=True is not supported"):

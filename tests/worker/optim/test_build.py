@@ -12,7 +12,7 @@ from octet.worker import plain_state_dict
 from octet.worker.checkpoint import load_folder
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.mesh import Mesh
-from octet.worker.optim import LowBitLion, LowBitSGD, build_optimizer
+from octet.worker.optim import LowBitLion, LowBitMuon, LowBitSGD, build_optimizer
 from octet.worker.pretrained.from_checkpoint import averaged, trained
 from octet.worker.train.loop import Trainer
 from tests.kit.training import Recorder
@@ -51,6 +51,47 @@ def test_a_job_with_lion(spec_document: dict[str, Any], level: str, tmp_path: Pa
     losses = whole.losses()
     assert losses[-1] < losses[0] - 1.0
     assert resumed.losses() == losses[8:]
+
+
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [
+        ("fp32", {}),
+        ("O2", {"offload_optimizer": True}),
+        ("O3-split-8bit", {"gradient_clip": None, "gradient_release": True}),
+    ],
+)
+def test_a_job_with_muon(spec_document: dict[str, Any], level: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Matrices have one state, embedding and norms two; a resumed job repeats the losses to the bit."""
+    document = spec_document | {"precision": {"level": level}}
+    document["training"] |= {
+        "steps": 12,
+        "checkpoint_every": 8,
+        "optimizer": {"name": "muon", "learning_rate": 2e-2},
+        **options,
+    }
+    config = resolve(JobSpec.model_validate(document), RankEnv())
+    assert config.optimizer.momentum == 0.95
+    with Mesh(config.env, torch.device("cpu")) as mesh:
+        whole, resumed = Recorder(), Recorder()
+        trainer = Trainer(config, mesh, whole, tmp_path)
+        trainer.run()
+        optimizer = trainer.optimizer
+        assert isinstance(optimizer, LowBitMuon)
+        states = {name: set(optimizer.state[held]) for name, held in trainer.model.named_parameters()}
+        at_step_8 = tuple(ref for ref in whole.checkpoints() if ref.step == 8)
+        Trainer(config, mesh, resumed, tmp_path).run(at_step_8)
+    assert "exp_avg_sq" not in states["blocks.0.attention.qkv.weight"] | states["blocks.0.mlp.down.weight"]
+    assert "exp_avg_sq" in states["token_embedding.weight"] & states["blocks.0.mlp.up.bias"]
+    losses = whole.losses()
+    assert losses[-1] < losses[0] - 1.0
+    assert resumed.losses() == losses[8:]
+
+
+def test_muon_keeps_a_momentum_that_is_set() -> None:
+    spec = OptimizerSpec.model_validate({"name": "muon", "momentum": 0.9})
+    assert (spec.momentum, OptimizerSpec(name="muon").momentum, OptimizerSpec(name="sgd").momentum) == (0.9, 0.95, 0.9)
+    assert OptimizerSpec.model_validate(spec.model_dump(mode="json")) == spec
 
 
 def test_sgd_is_bounded_by_the_clip() -> None:

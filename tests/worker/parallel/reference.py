@@ -26,6 +26,7 @@ NUM_BUCKETS = 3
 MAX_ELEMENTS = 6000
 Result = dict[str, Any]
 NetClass = Callable[[], nn.Module]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Net(Small):
@@ -69,13 +70,18 @@ class DeepNet(nn.Module):
         return self.head(x)[:, :16]
 
 
-def make(level: str, share: int, num_shares: int, net_class: NetClass = Net) -> tuple[Any, torch.optim.Optimizer]:
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+def make(
+    level: str, share: int, num_shares: int, net_class: NetClass = Net, make_optimizer: MakeOptimizer = adamw
+) -> tuple[Any, torch.optim.Optimizer]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = net_class()
     options = {"convert_heads": True, "statistics_every": 0} if LEVELS[level].has_own_fp8 else {}
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    model, made = initialize(net, optimizer, level, **options)
+    model, made = initialize(net, make_optimizer(net), level, **options)
     assert made is not None
     set_share(model, share, num_shares)
     return model, made
@@ -112,17 +118,21 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return digest({"model": exact_state_dict(model), "optimizer": optimizer.state_dict()})
 
 
-def parallel_on(axis: Axis, level: str, stage: int, net_class: NetClass = Net) -> Parallel:
-    model, optimizer = make(level, axis.rank, axis.size, net_class)
+def parallel_on(
+    axis: Axis, level: str, stage: int, net_class: NetClass = Net, make_optimizer: MakeOptimizer = adamw
+) -> Parallel:
+    model, optimizer = make(level, axis.rank, axis.size, net_class, make_optimizer)
     return Parallel(model, optimizer, Axes.of_data(axis), zero_stage=stage, max_elements=MAX_ELEMENTS)
 
 
-def reference(level: str, stage: int, num_ranks: int, net_class: NetClass = Net) -> Result:
+def reference(
+    level: str, stage: int, num_ranks: int, net_class: NetClass = Net, make_optimizer: MakeOptimizer = adamw
+) -> Result:
     """One process: the ranks' micro-batches in the ranks' order, each rank's gradients stored, their mean rounded once.
 
     From stage 2 on the mean of each micro-batch is added up in fp32; below, each rank accumulates and then the mean is taken.
     """
-    model, optimizer = make(level, 0, num_ranks, net_class)
+    model, optimizer = make(level, 0, num_ranks, net_class, make_optimizer)
     losses: list[list[float]] = [[] for _ in range(num_ranks)]
     passes = [[micro_batch] for micro_batch in range(MICRO_BATCHES)] if stage >= 2 else [[*range(MICRO_BATCHES)]]
     for step in range(STEPS):

@@ -45,7 +45,7 @@ def traced(name: str) -> dict[str, Any]:
     return found
 
 
-MARKS = {"saving": (), "llama O3-split": pytest.mark.system, "ZeRO 1": pytest.mark.system}
+MARKS = {"saving": (), "llama O3-split": pytest.mark.system, "ZeRO 1": pytest.mark.system, "muon": pytest.mark.system}
 NAMES = [pytest.param(name, marks=MARKS.get(name, pytest.mark.matrix)) for name in CASES]
 
 

@@ -19,6 +19,8 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"llama {level}": {"model": LLAMA, "level": level} for level in ("te", "O2-8bit", "O3", "O3-split")},
     "accumulation": {"training": {"micro_batch_size": 1, "global_batch_size": 8}},
     "checkpointing": {"model": LLAMA, "training": {"activation_checkpointing": "full"}},
+    "muon": {"model": LLAMA, "training": {"optimizer": {"name": "muon"}}},
+    "muon, ZeRO 1": {"workers": 4, "training": {"optimizer": {"name": "muon"}}, "parallelism": {"zero_stage": 1}},
     "saving": {"model": LLAMA, "training": SAVING},
     "ZeRO 1": {"level": "O3", "workers": 4, "parallelism": {"zero_stage": 1}},
     "ZeRO 2": {"workers": 4, "parallelism": {"zero_stage": 2}},

@@ -134,7 +134,7 @@ def test_an_optimizer_is_made_by_name(name: str, expected: type) -> None:
 def test_one_optimizer_is_asked_for() -> None:
     model = network()
     assert initialize(network(), opt_level="O2")[1] is None
-    with pytest.raises(ValueError, match="optimizer_name is 'adagrad'; allowed: adamw, adam, lion, sgd"):
+    with pytest.raises(ValueError, match="optimizer_name is 'adagrad'; allowed: adamw, adam, lion, muon, sgd"):
         initialize(model, opt_level="O2", optimizer_name="adagrad")
     with pytest.raises(ValueError, match="both an optimizer and optimizer_name"):
         initialize(model, torch.optim.AdamW(model.parameters()), opt_level="O2", optimizer_name="adamw")

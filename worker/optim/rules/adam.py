@@ -51,7 +51,7 @@ class Adam(Rule):
     """Adam (L2 weight decay) and AdamW (decoupled weight decay)."""
 
     name = "adam"
-    defaults = Hyperparameters
+    defaults: ClassVar[type[Defaults]] = Hyperparameters
     state_codecs: ClassVar = {
         "exp_avg": SIGNED_CODECS,
         # A square spans twice the binades: E4M3 would flush some to zero, and the update divides by its root.

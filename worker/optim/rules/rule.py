@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from octet.worker.optim.codecs import CODECS
@@ -47,6 +48,14 @@ class Rule(ABC):
     state_codecs: ClassVar[Mapping[str, tuple[str, ...]]]
     """The states in the order of their random streams and kernel columns, each with the codecs that can hold it."""
     defaults: ClassVar[type[Defaults]]
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Hyperparameters that decide what is held for a parameter: a loaded state dict does not change them."""
+    needs_matrices: ClassVar[bool] = False
+    """True for a rule whose direction depends on the whole matrix: see `MatrixRule`."""
+
+    def of(self, group: Group) -> "Rule":
+        """Return the rule that steps a group's parameters; itself, unless it combines several."""
+        return self
 
     @abstractmethod
     def advance_(
@@ -81,10 +90,17 @@ class Rule(ABC):
         direction, rate = self.advance_(states, gradient, step, group)
         values.sub_(direction.mul_(rate))
 
-    def bound_after_step(self, amax: Tensor, step: int, group: Group) -> Tensor:
-        """The magnitude that no weight exceeds after the step, given the largest one before it; fp32, in amax's shape."""
+    def bound_after_step(self, amax: Tensor, step: int, group: Group, shape: tuple[int, ...] = ()) -> Tensor:
+        """The magnitude that no weight exceeds after the step, given the largest one before it; fp32, in amax's shape.
+
+        shape: of the whole matrix, for a rule that needs it.
+        """
         kept = 1 - group["lr"] * self.decays(group)[0]
-        return amax * abs(kept) + self.largest_change(step, group)
+        return amax * abs(kept) + self.largest_change(step, group) * self.update_scale(shape)
+
+    def update_scale(self, shape: tuple[int, ...]) -> float:
+        """Return the factor of the rate for a matrix of such a shape; 1 for a rule that does not need matrices."""
+        return 1.0
 
     def check(self, group: Group) -> None:
         """Raise ValueError for a hyperparameter or codec that no step could use: its name, what was got, what is allowed."""
@@ -99,3 +115,27 @@ class Rule(ABC):
             codec = group[f"{state}_codec"]
             if codec not in codecs:
                 raise ValueError(f"{state}_codec is {codec!r}; allowed: {', '.join(codecs)}. Change it in the parameter group.")
+
+
+class MatrixRule(Rule):
+    """A rule whose direction is a function of the whole matrix.
+
+    `advance_` updates the states and returns the elements of the matrix that `direction_of` takes. Every rank that holds a
+    part of the matrix advances its own elements, and computes the direction of all of them.
+    """
+
+    needs_matrices = True
+
+    @abstractmethod
+    def direction_of(self, matrix: Tensor) -> Tensor:
+        """Return the direction, (…, N, K), of a matrix or of a stack of matrices, in the matrix's dtype."""
+
+    @abstractmethod
+    def matrix_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the dtype in which a device computes directions, and in which ranks gather the matrix."""
+
+    def move_(self, values: Tensor, direction: Tensor, shape: tuple[int, ...], group: Group) -> None:
+        """Change fp32 values in place by their elements of the direction, fp32. shape: of the matrix."""
+        if decay := self.decays(group)[0]:
+            values.mul_(1 - group["lr"] * decay)
+        values.sub_(direction * (group["lr"] * self.update_scale(shape)))
