@@ -14,7 +14,10 @@ EXPORT_PROGRESS = "export.progress"
 
 Format = Literal["fp8", "bf16", "fp32"]
 ExportLayout = Literal["compressed-tensors", "hf-fp8-block"]
-Activations = Literal["none", "dynamic"]
+Activations = Literal["none", "dynamic", "static"]
+
+
+CALIBRATION_TOKENS = 8192
 
 
 class ExportSpec(Contract):
@@ -30,7 +33,13 @@ class ExportSpec(Contract):
     activations: Activations = Field(
         default="none",
         description="of fp8; none: servers multiply in 16 bits; dynamic: they scale the inputs of these layers by token, and "
-        "multiply in FP8",
+        "multiply in FP8; static: they scale all inputs of a layer by the number that calibration has found",
+    )
+    calibration_tokens: int = Field(
+        default=CALIBRATION_TOKENS,
+        ge=1,
+        le=1_048_576,
+        description="of static: training tokens that show how large inputs become",
     )
     when: Literal["end", "best", "every_checkpoint"] = Field(
         default="end",
@@ -55,7 +64,7 @@ class ExportSpec(Contract):
     def label(self) -> str:
         """The part of an export's name that says its form."""
         form = "-block" if self.layout == "hf-fp8-block" else ""
-        scaled = "-dynamic" if self.activations == "dynamic" and not form else ""
+        scaled = "" if self.activations == "none" or form else f"-{self.activations}"
         return f"{self.format}{form}{scaled}{'-merged' if self.merge else ''}"
 
 

@@ -1,5 +1,6 @@
 """Rules of what a rank can write as an export."""
 
+from octet.api_schemas.export import CALIBRATION_TOKENS
 from octet.api_schemas.models import families_with
 from octet.api_schemas.rules.options import ADAPTED
 from octet.api_schemas.rules.precision import levels_where
@@ -56,6 +57,14 @@ EXPORT = below(
                 change=f"Remove {field}, or set export.format to fp8.",
             )
             for field, default in ((LAYOUT, "compressed-tensors"), (ACTIVATIONS, "none"))
+        ),
+        Rule(
+            "export.calibration_tokens",
+            when=(differs(ACTIVATIONS, "static"),),
+            must=equals("export.calibration_tokens", CALIBRATION_TOKENS),
+            allowed="none with activations {export.activations}",
+            why="only static scales are found by calibration",
+            change="Remove export.calibration_tokens, or set export.activations to static.",
         ),
         Rule(
             "export.merge",

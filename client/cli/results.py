@@ -29,9 +29,7 @@ from octet.client.text import num_bytes
 Layout = Annotated[
     Literal["compressed-tensors", "hf-fp8-block"], typer.Option("--layout", help="With fp8: the form, for servers.")
 ]
-Activations = Annotated[
-    Literal["none", "dynamic"], typer.Option("--activations", help="With fp8: dynamic lets servers multiply in FP8.")
-]
+_ACTIVATIONS = "With fp8: dynamic and static let servers multiply in FP8."
 _WORKER = "octet.worker.pretrained"
 """The module that exports. It runs in a process of its own: the client loads no torch."""
 
@@ -81,7 +79,7 @@ def export(
         typer.Option("--strategy", help="With fp8: what shares a scale; default: as it was trained."),
     ] = None,
     layout: Layout = "compressed-tensors",
-    activations: Activations = "none",
+    activations: Annotated[Literal["none", "dynamic"], typer.Option("--activations", help=_ACTIVATIONS)] = "none",
     merge: Annotated[bool, typer.Option("--merge", help="Add adapters to the model that they belong to.")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model, or adapters for peft. Needs the extra 'worker' on this machine."""
@@ -105,7 +103,7 @@ def exports(
         typer.Option("--format", help="Ask for an export of a job that has succeeded, in this format."),
     ] = None,
     layout: Layout = "compressed-tensors",
-    activations: Activations = "none",
+    activations: Annotated[Literal["none", "dynamic", "static"], typer.Option("--activations", help=_ACTIVATIONS)] = "none",
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:

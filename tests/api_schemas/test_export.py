@@ -23,6 +23,13 @@ def with_export(export: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ({"format": "fp8", "layout": "hf-fp8-block"}, {}, "export.activations", "dynamic with layout hf-fp8-block"),
         ({"layout": "hf-fp8-block"}, {}, "export.layout", "compressed-tensors with format bf16"),
         ({"activations": "dynamic"}, {}, "export.activations", "none with format bf16"),
+        (
+            {"format": "fp8", "layout": "hf-fp8-block", "activations": "static"},
+            {},
+            "export.activations",
+            "dynamic with layout hf-fp8-block",
+        ),
+        ({"format": "fp8", "calibration_tokens": 1}, {}, "export.calibration_tokens", "none with activations none"),
         ({"merge": True}, {}, "export.merge", "false without adapter"),
         ({"max_kl_divergence": 1}, {"adapter": {}, "model": {"path": "/m"}}, "export.max_kl_divergence", "none with adapter"),
         ({"max_kl_divergence": 1, "compared_tokens": 0}, {}, "export.max_kl_divergence", "none with compared_tokens 0"),
@@ -40,7 +47,7 @@ def test_what_cannot_be_exported_is_refused(export: dict[str, Any], changes: dic
 def test_names_of_forms_differ() -> None:
     """Exports of one step in several forms lie next to one another."""
     forms: list[dict[str, Any]] = [{"format": format} for format in ("fp8", "bf16", "fp32")]
-    forms += [{"format": "fp8", "activations": "dynamic"}, {"merge": True}]
+    forms += [{"format": "fp8", "activations": "dynamic"}, {"format": "fp8", "activations": "static"}, {"merge": True}]
     forms.append({"format": "fp8", "activations": "dynamic", "layout": "hf-fp8-block"})
     assert len({ExportSpec.model_validate(form).label for form in forms}) == len(forms)
     assert JobSpec.model_validate(with_export(forms[-1])).export == ExportSpec.model_validate(forms[-1])

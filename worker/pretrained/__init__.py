@@ -6,7 +6,8 @@
 A folder holds `config.json` and safetensors files: plain values, or FP8 weights in the form of compressed-tensors.
 """
 
+from octet.worker.pretrained.calibrate import Calibration
 from octet.worker.pretrained.load import load_pretrained
 from octet.worker.pretrained.write import export
 
-__all__ = ["export", "load_pretrained"]
+__all__ = ["Calibration", "export", "load_pretrained"]

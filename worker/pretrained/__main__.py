@@ -18,6 +18,9 @@ from octet.worker.pretrained.compressed import ACTIVATIONS, KINDS, LAYOUTS, Fp8F
 from octet.worker.pretrained.from_checkpoint import averaged, copy_settings, trained
 from octet.worker.pretrained.write import FORMATS, PLAIN_DTYPES, export
 
+WITHOUT_DATA = tuple(name for name in ACTIVATIONS if name != "static")
+"""The ways to treat activations that need no calibration: there is no data here."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Export, and print the folder. Exit status: 0, or 2 with the reason on standard error."""
@@ -28,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--strategy", choices=KINDS, help="of FP8 scales; default: as the weights were trained")
     parser.add_argument("--plain-dtype", choices=PLAIN_DTYPES, default="bf16", help="with fp8: of everything that is not FP8")
     parser.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="of fp8, for servers")
-    parser.add_argument("--activations", choices=ACTIVATIONS, default="none", help="with fp8: how servers scale them")
+    parser.add_argument("--activations", choices=WITHOUT_DATA, default="none", help="with fp8: how servers scale them")
     parser.add_argument("--merge", action="store_true", help="add the adapters to the model that they belong to")
     options = parser.parse_args(arguments)
     try:

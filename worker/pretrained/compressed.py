@@ -2,12 +2,14 @@
 
     value = {layer}.weight (float8_e4m3fn, (N, K)) × {layer}.weight_scale (fp32)
 
+With static activations a layer also has {layer}.input_scale (fp32, one number), by which servers scale its inputs.
 The strategies of scales are those of `api_schemas/models/weight_files.py`. `config.json` names the layers, under
 `quantization_config`. Source: github.com/vllm-project/compressed-tensors, version 0.20, `compressors/naive_quantized` and
 `quantization/quant_args.py`.
 """
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +28,9 @@ KINDS: Mapping[str, ScaleKind] = {
 """The kind of scale of each strategy."""
 
 LAYOUTS = ("compressed-tensors", "hf-fp8-block")
-ACTIVATIONS = ("none", "dynamic")
+ACTIVATIONS = ("none", "dynamic", "static")
+INPUT_SCALE = "input_scale"
+"""The name of the scale of a layer's inputs, for static activations."""
 ACTIVATION_MAX = 448.0
 """The largest E4M3 value, to which servers scale the largest magnitude of activations."""
 
@@ -36,11 +40,13 @@ class Fp8Form(NamedTuple):
 
     layout: compressed-tensors, or that of DeepSeek and transformers' `quant_method: fp8`, blocks of 128 × 128 with
     `weight_scale_inv`. activations: none, so that a server multiplies in 16 bits; dynamic: it scales the inputs of converted
-    layers by token (in the second layout by 128 values of one, and needs multiples of them) and multiplies in FP8.
+    layers by token (in the second layout by 128 values of one, and needs multiples of them) and multiplies in FP8; static: it
+    scales all inputs of a layer by one number. input_scales: these numbers by layer, as `Calibration` finds them.
     """
 
     layout: str = "compressed-tensors"
     activations: str = "none"
+    input_scales: Mapping[str, float] = MappingProxyType({})
 
     @property
     def is_of_blocks(self) -> bool:
@@ -52,10 +58,16 @@ class Fp8Form(NamedTuple):
         """The name of a weight's scales in its layer."""
         return "weight_scale_inv" if self.is_of_blocks else "weight_scale"
 
-    def as_served(self, input_TK: Tensor) -> Tensor:
-        """Return the values of a layer's input that a server multiplies with, in the input's dtype."""
+    def as_served(self, input_TK: Tensor, static_scale: float | None = None) -> Tensor:
+        """Return the values of a layer's input that a server multiplies with, in the input's dtype.
+
+        static_scale: of the layer, with static activations. What is larger than its codes can be is clamped.
+        """
         if self.activations == "none":
             return input_TK
+        if static_scale is not None:
+            codes = (input_TK.float() / static_scale).clamp(-ACTIVATION_MAX, ACTIVATION_MAX).to(E4M3)
+            return (codes.float() * static_scale).to(input_TK.dtype)
         groups = input_TK.float().unflatten(-1, (-1, BLOCK if self.is_of_blocks else input_TK.shape[-1]))
         scale = groups.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / ACTIVATION_MAX
         return ((groups / scale).to(E4M3).float() * scale).flatten(-2).to(input_TK.dtype)
@@ -125,7 +137,8 @@ def quantization_config(strategy: str, ignored: Collection[str], form: Fp8Form =
             "modules_to_not_convert": sorted(ignored),
         }
     is_dynamic = form.activations == "dynamic"
-    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    inputs = {"num_bits": 8, "type": "float", "symmetric": True}
+    inputs |= {"strategy": "token" if is_dynamic else "tensor", "dynamic": is_dynamic}
     weights: dict[str, Any] = {
         "num_bits": 8,
         "type": "float",
@@ -143,7 +156,7 @@ def quantization_config(strategy: str, ignored: Collection[str], form: Fp8Form =
             "group_0": {
                 "targets": ["Linear"],
                 "weights": weights,
-                "input_activations": inputs if is_dynamic else None,
+                "input_activations": None if form.activations == "none" else inputs,
                 "output_activations": None,
                 "format": "float-quantized",
             }

@@ -65,6 +65,12 @@ class PretrainedFiles:
         found = self._tensor(scale.name, index).to(torch.float32).reshape(())
         return found if is_power_of_two(found) else None
 
+    def read_of_server(self, name: str) -> Tensor:
+        """Return a tensor that only servers use, such as the scale of a layer's inputs. Raises ValueError without one."""
+        if name not in self._stored:
+            raise ValueError(f"{self.folder} has no tensor {name}. Export it again.")
+        return self._tensor(name)
+
     def _tensor(self, name: str, index: int | None = None) -> Tensor:
         with self._opened(self._stored[name].path) as file:
             tensor: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]

@@ -26,9 +26,10 @@ from octet.worker.common.config import TrainConfig
 from octet.worker.common.errors import InvalidConfig, RankError, Stopped
 from octet.worker.data import Source
 from octet.worker.pretrained.adapter import export_adapter, export_merged
+from octet.worker.pretrained.calibrate import Calibration
 from octet.worker.pretrained.compressed import Fp8Form
 from octet.worker.pretrained.from_checkpoint import averaged, copy_settings, trained
-from octet.worker.pretrained.mismatch import measure
+from octet.worker.pretrained.mismatch import logits_of, measure
 from octet.worker.pretrained.model_card import Facts, license_of, write_card
 from octet.worker.pretrained.write import PLAIN_DTYPES, check_form, export
 from octet.worker.reporting.reporter import Reporter, order_to_stop
@@ -142,7 +143,10 @@ class JobExporter:
         job, dtype, card = state["job"], PLAIN_DTYPES.get(spec.format, torch.bfloat16), None
         if job.get("adapter") is None:
             model = averaged(state, trained(state, files)).eval()
-            export(model, None, folder, format=spec.format, form=self._form)
+            form = self._form
+            if form.activations == "static":
+                form = form._replace(input_scales=self._calibrated(model, ref.step))
+            export(model, None, folder, format=spec.format, form=form)
             self._report_progress(ref.step, "its files are written")
             if spec.compared_tokens:
                 batches = self._batches(ref.step)
@@ -183,6 +187,19 @@ class JobExporter:
             self._check_order()
             self._report_progress(step, f"{number} held-out samples are compared")
             yield batch
+
+    @torch.no_grad()
+    def _calibrated(self, model: nn.Module, step: int) -> Mapping[str, float]:
+        """Find the scales of layers' inputs on samples that were trained on, from the first: held-out ones are for the card."""
+        num_tokens = 0
+        with Calibration(model) as calibration:
+            for number in range(self._source.num_train_samples):
+                self._check_order()
+                self._report_progress(step, f"{number} samples are calibrated on")
+                num_tokens += len(logits_of(model, self._source.train_batch(number, 1)))
+                if num_tokens >= self._spec.calibration_tokens:
+                    break
+        return calibration.input_scales()
 
     def _report_progress(self, step: int, what: str) -> None:
         """Report once a minute that an export goes on, so that no server takes it for stalled."""

@@ -35,7 +35,7 @@ from octet.worker.pretrained.files import PretrainedFiles
 from octet.worker.pretrained.layouts import layout_of_model
 from octet.worker.pretrained.load import FileSource
 from octet.worker.pretrained.start import start_model
-from octet.worker.pretrained.write import layers_in_codes
+from octet.worker.pretrained.write import layers_in_codes, read_input_scales
 
 _PIECE_ELEMENTS = 1 << 22
 """Logits that are compared at a time, in fp64."""
@@ -61,12 +61,15 @@ def measure(
         _round_to(network.eval(), dtype_name)
     model.eval()
     evaluation, weights, digest = _Differences(), _Differences(), hashlib.sha256()
-    as_server = _server(served, layers_in_codes(model, layout_of_model(model, in_fp8=True)), form)
+    layers, input_scales = layers_in_codes(model, layout_of_model(model, in_fp8=True)), dict[str, float]()
+    if form.activations == "static":
+        input_scales = read_input_scales(model, PretrainedFiles(folder, Files.below((folder,))))
+    as_server = _server(served, layers, form, input_scales)
     for batch in batches:
         digest.update(batch["images" if "images" in batch else "tokens"].contiguous().numpy().tobytes())
-        written_PV = _logits(served, batch)
-        weights.add(_logits(expected, batch), written_PV)
-        evaluation.add(_logits(model, batch), as_server(batch) if form.activations != "none" else written_PV)
+        written_PV = logits_of(served, batch)
+        weights.add(logits_of(expected, batch), written_PV)
+        evaluation.add(logits_of(model, batch), as_server(batch) if form.activations != "none" else written_PV)
         if evaluation.num_places >= num_tokens:
             break
     return MismatchCard(
@@ -121,7 +124,7 @@ class _Differences:
         )
 
 
-def _logits(model: nn.Module, batch: Batch) -> Tensor:
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits (P, V) of a batch, in fp32, where it has targets that count; of a masked batch those of all tokens."""
     if "images" in batch:
         return model(batch["images"]).float()
@@ -133,17 +136,19 @@ def _logits(model: nn.Module, batch: Batch) -> Tensor:
     return logits_PV[targets.flatten() != IGNORED]
 
 
-def _server(network: nn.Module, converted: Iterable[str], form: Fp8Form) -> Callable[[Batch], Tensor]:
+def _server(
+    network: nn.Module, converted: Iterable[str], form: Fp8Form, input_scales: Mapping[str, float]
+) -> Callable[[Batch], Tensor]:
     """Return what computes a batch's logits with the inputs of converted layers as a server has them."""
-    layers = [network.get_submodule(name) for name in converted]
+    layers = {network.get_submodule(name): input_scales.get(name) for name in converted}
 
-    def as_served(_layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (form.as_served(inputs[0]), *inputs[1:])
+    def as_served(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (form.as_served(inputs[0], layers[layer]), *inputs[1:])
 
     def compute(batch: Batch) -> Tensor:
         hooks = [layer.register_forward_pre_hook(as_served) for layer in layers]
         try:
-            return _logits(network, batch)
+            return logits_of(network, batch)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -19,6 +19,7 @@ from octet.worker.prepare.export_state_dict import join, plain_tensors, reader_o
 from octet.worker.pretrained import folder as shards
 from octet.worker.pretrained.compressed import (
     ACTIVATIONS,
+    INPUT_SCALE,
     KINDS,
     LAYOUTS,
     WEIGHTS_ONLY,
@@ -28,6 +29,7 @@ from octet.worker.pretrained.compressed import (
     over_blocks,
     quantization_config,
 )
+from octet.worker.pretrained.files import PretrainedFiles
 from octet.worker.pretrained.folder import MappedValues, ShardWriter, check_new, new_folder
 from octet.worker.pretrained.layouts import Layout, NamesOfTransformers, experts_in_file, layout_of_model
 
@@ -64,8 +66,13 @@ def export(
     layout = layout_of_model(model, in_fp8=format == "fp8")
     check_new(folder)
     check_form(model, format, strategy, form)
+    if (form.activations == "static") != bool(form.input_scales):
+        raise ValueError(
+            f"form has activations {form.activations} and {len(form.input_scales)} input_scales; allowed: scales with static "
+            "activations alone. Find them with octet.worker.pretrained.Calibration, or change the form."
+        )
     if format == "fp8":
-        strategy = strategy or ("block" if form.is_of_blocks else _strategy_of(model))
+        strategy = strategy or _strategy_of(model, form)
         tensors = _each(_in_fp8(model, strategy, layout, form), lambda name, tensor: (name, _cast(tensor, name, plain_dtype)))
         quantization = quantization_config(strategy, _ignored(model, layout), form)
         extra = {"dtype": _name(plain_dtype), "quantization_config": quantization}
@@ -119,6 +126,10 @@ def _check_fp8_form(format: str, strategy: str | None, form: Fp8Form) -> None:
         raise ValueError(f"form is {form}; allowed: layout {', '.join(LAYOUTS)}, activations {', '.join(ACTIVATIONS)}.")
     if format != "fp8" and form != WEIGHTS_ONLY:
         raise ValueError(f'form is {form} for {format}; allowed: with format "fp8" alone. Leave it out.')
+    if form.activations == "static" and strategy == "block":
+        raise ValueError(
+            "strategy is block with static activations; allowed: tensor or channel, which servers have with them. Change one."
+        )
     if form.is_of_blocks and (strategy not in (None, "block") or form.activations != "dynamic"):
         raise ValueError(
             f"form is {form} with strategy {strategy}; allowed: strategy block and activations dynamic, the only ones that "
@@ -138,12 +149,18 @@ def layers_in_codes(model: nn.Module, layout: Layout) -> list[str]:
     return [name for name in _converted(model) if experts.get(name) != []]
 
 
-def _strategy_of(model: nn.Module) -> str:
-    """The strategy that loses nothing: a tensor's where codes are held, else that of the products' weight scales."""
+def _strategy_of(model: nn.Module, form: Fp8Form) -> str:
+    """The strategy that loses nothing: a tensor's where codes are held, else that of the products' weight scales.
+
+    Of static activations it is no strategy of blocks, which servers do not have with them.
+    """
+    if form.is_of_blocks:
+        return "block"
     layer = model.get_submodule(next(iter(_converted(model))))
     if not isinstance(layer, Float8Linear) or (layer.encoded is not None and layer.encoded.codes.dtype == E4M3):
         return "tensor"
-    return next(strategy for strategy, kind in KINDS.items() if kind is layer.recipe.weight.kind)
+    found = next(strategy for strategy, kind in KINDS.items() if kind is layer.recipe.weight.kind)
+    return "channel" if found == "block" and form.activations == "static" else found
 
 
 def _in_fp8(model: nn.Module, strategy: str, layout: Layout, form: Fp8Form) -> Tensors:
@@ -162,6 +179,19 @@ def _in_fp8(model: nn.Module, strategy: str, layout: Layout, form: Fp8Form) -> T
         for part, (codes, scale) in zip(theirs, _compressed(model, name, strategy, layout, form, len(theirs)), strict=True):
             yield part, codes
             yield part.removesuffix("weight") + form.scale_name, scale
+            if form.input_scales:
+                yield part.removesuffix("weight") + INPUT_SCALE, torch.tensor([form.input_scales[name]])
+
+
+def read_input_scales(model: nn.Module, files: PretrainedFiles) -> dict[str, float]:
+    """Return the scale of each converted layer's inputs in a folder that was written of the model. Raises ValueError."""
+    layout, experts = layout_of_model(model, in_fp8=True), experts_in_file(model, layout_of_model(model, in_fp8=True))
+    names, found = NamesOfTransformers(model), {}
+    for name in layers_in_codes(model, layout):
+        part = (experts.get(name) or [join(layout.rename_module(name), "weight")])[0]
+        stored = names.in_file(part.removesuffix("weight") + INPUT_SCALE)
+        found[name] = float(files.read_of_server(stored))
+    return found
 
 
 def _compressed(
@@ -204,7 +234,7 @@ def _each(tensors: Tensors, change: Callable[[str, Tensor], tuple[str, Tensor]])
 
 def _cast(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """Values in the wanted dtype. Codes, their scales and whole numbers stay."""
-    is_of_codes = tensor.dtype == E4M3 or name.endswith((".weight_scale", ".weight_scale_inv"))
+    is_of_codes = tensor.dtype == E4M3 or name.endswith((".weight_scale", ".weight_scale_inv", f".{INPUT_SCALE}"))
     return tensor if is_of_codes or not tensor.is_floating_point() else tensor.to(dtype)
 
 
