@@ -231,6 +231,16 @@ class Client:
         """Delete a job that is over, with its events, logs, curve and checkpoints."""
         self._connection.request("DELETE", _path(job_id), patience_s=self._patience_s)
 
+    def delete_checkpoint(self, job_id: str, checkpoint_id: str) -> None:
+        """Delete a checkpoint of a job that is over, with its files."""
+        path = f"{_path(job_id)}/checkpoints/{quote(checkpoint_id, safe='')}"
+        self._connection.request("DELETE", path, patience_s=self._patience_s)
+
+    def delete_export(self, job_id: str, export_id: str) -> None:
+        """Delete an export of a job that is over, with its files."""
+        path = f"{_path(job_id)}/exports/{quote(export_id, safe='')}"
+        self._connection.request("DELETE", path, patience_s=self._patience_s)
+
     def compare(self, spec: ComparisonSpec | Mapping[str, Any], idempotency_key: str | None = None) -> Comparison:
         """Submit a comparison: {"job": {…}, "levels": ["bf16-amp", "O2"], "seeds": 5}. It goes on without this client.
 

@@ -174,11 +174,16 @@ def change(
 
 def delete(
     job_id: JobId,
+    checkpoint: Annotated[str | None, typer.Option("--checkpoint", metavar="ID", help="This checkpoint alone.")] = None,
+    export: Annotated[str | None, typer.Option("--export", metavar="ID", help="This export alone.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     url: Url = DEFAULT_URL,
 ) -> None:
     """Delete a job that is over, with its logs and checkpoints. Or a comparison, cmp_…, with its report; its jobs stay."""
     with connect(url) as client:
+        if checkpoint is not None or export is not None:
+            _delete_saved(client, job_id, checkpoint, export, yes=yes)
+            return
         if COMPARISON_ID.fullmatch(job_id):
             if not yes:
                 typer.confirm(f"Delete {job_id} with its report? Its jobs stay.", abort=True, err=True)
@@ -190,6 +195,16 @@ def delete(
             typer.confirm(f"Delete {job.name} ({job.id}) with its logs and checkpoints?", abort=True, err=True)
         client.delete(job.id)
         Terminal().show(Text(f"{job.id} is deleted."))
+
+
+def _delete_saved(client: Client, job_id: str, checkpoint: str | None, export: str | None, *, yes: bool) -> None:
+    if checkpoint is not None and export is not None:
+        raise typer.BadParameter("name a checkpoint or an export, not both.", param_hint="--export")
+    job, name = find_job(client, job_id), checkpoint or export or ""
+    if not yes:
+        typer.confirm(f"Delete {name} of {job.name} ({job.id}) with its files?", abort=True, err=True)
+    (client.delete_export if checkpoint is None else client.delete_checkpoint)(job.id, name)
+    Terminal().show(Text(f"{name} is deleted."))
 
 
 def _show_state(job: Job | Comparison, as_json: bool) -> None:

@@ -335,6 +335,16 @@ class DeletedJobRow(Base):
     deleted_at: Mapped[datetime]
 
 
+class DeletedFilesRow(Base):
+    """A checkpoint or an export that was deleted, until a loop of the dispatcher has deleted its folder too."""
+
+    __tablename__ = "deleted_files"
+
+    job_id: Mapped[str] = mapped_column(id_column(), ForeignKey("jobs.id"), primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16), primary_key=True)
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+
+
 class ComparisonRow(Base):
     """A comparison. spec: as it was asked for. queues_more: children are to be queued once fewer are alive than may be."""
 

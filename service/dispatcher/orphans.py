@@ -1,7 +1,7 @@
 """Ends orphans: processes on the cluster without an attempt that may have them.
 
-It also deletes the folders of deleted jobs, the files of checkpoints and exports that their jobs do not keep, and old
-idempotency keys, and gathers tallies.
+It also deletes the folders of deleted jobs, the files of checkpoints and exports that were deleted or that their jobs do not
+keep, and old idempotency keys, and gathers tallies.
 """
 
 import logging
@@ -32,6 +32,7 @@ def step(context: DispatcherContext) -> None:
         logger.warning("orphans may run on, and the folders of deleted jobs stay: %s", error)
     else:
         _delete_jobs(context)  # no process is left that could write into them again
+        _delete_files(context)
     for table in (CheckpointRow, ExportRow):
         _delete_surplus(context, table)
 
@@ -62,6 +63,26 @@ def _delete_jobs(context: DispatcherContext) -> None:
     if gone:
         with context.write() as (session, _):
             store.jobs.forget_deleted(session, gone)
+
+
+def _delete_files(context: DispatcherContext) -> None:
+    """Delete the folders of deleted checkpoints and exports. No attempt of their jobs begins before they are forgotten."""
+    with context.database.read() as session:
+        deleted = store.records.deleted_files(session, MOST_JOBS)
+        session.expunge_all()
+    gone = []
+    for row in deleted:
+        folder = context.settings.job_dir(row.job_id) / row.kind / row.name
+        try:
+            if folder.exists():
+                shutil.rmtree(folder)
+            gone.append(row)
+        except OSError as error:
+            logger.warning("the deleted %s of job %s stays until it can be deleted: %s", row.name, row.job_id, error)
+        context.health.progressed()
+    if gone:
+        with context.write() as (session, _):
+            store.records.forget_deleted_files(session, gone)
 
 
 def _delete_surplus(context: DispatcherContext, table: type[CheckpointRow | ExportRow]) -> None:

@@ -21,6 +21,7 @@ from octet.service.jobs.specs import patch_spec, put_level
 from octet.service.store.ids import new_ids
 from octet.service.store.jobs import NewJob
 from octet.service.store.queue import Limited
+from octet.service.store.records import Saved
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ def retry(session: Session, job_id: str, now: datetime, tenant: str | None = Non
         return job
     next_job_state(job.state, event)
     _check_limit(session, job, now)
+    _check_no_files_go(session, job)
     if steps is not None:
         if job.num_steps is not None and steps <= job.num_steps:
             message = "Give more steps; to train fewer, clone the job."
@@ -182,6 +184,7 @@ def export(session: Session, job_id: str, wanted: ExportSpec, now: datetime, ten
     if newest is None or newest.step != job.num_steps:
         raise IllegalTransition("the job has no checkpoint of its last step, which an export is made of. Clone it with export.")
     _check_limit(session, job, now)
+    _check_no_files_go(session, job)
     patch_spec(job, {"export": wanted.model_dump(mode="json")})
     attempts.revive(session, job, JobEvent.EXPORT, now)
     return job
@@ -243,6 +246,33 @@ def delete(session: Session, job_id: str, now: datetime, tenant: str | None = No
     Raises NotFound, also for another tenant's job, and IllegalTransition while it is not over or still has processes.
     """
     job = _lock(session, job_id, tenant)
+    _check_deletable(session, job)
+    store.jobs.delete_job(session, job, now)
+    logger.info("job %s (%s) is deleted", job.id, job.name)
+
+
+def delete_saved(
+    session: Session, table: type[Saved], job_id: str, name: str, now: datetime, tenant: str | None = None
+) -> None:
+    """Delete a checkpoint or an export of a job that is over. A loop of the dispatcher deletes its folder.
+
+    name: of the folder, or the id. While a job lives, `training.keep` decides which checkpoints go: an attempt may resume from
+    any of them. Raises NotFound, also for another tenant's job, and IllegalTransition while the job is not over or still has
+    processes.
+    """
+    job = _lock(session, job_id, tenant)
+    row = store.records.find_saved(session, table, job_id, name)
+    kind = table.__tablename__.removesuffix("s")
+    if row is None:
+        raise NotFound(f"job {job_id} has no {kind} {name!r}; its list of {kind}s has their ids")
+    _check_deletable(session, job)
+    data: dict[str, JsonScalar] = {"step": row.step, "name": row.name, "num_bytes": row.num_bytes}
+    store.jobs.add_event(session, job, now, f"{kind}.deleted", f"{kind} {row.name} is deleted", data=data)
+    store.records.delete_saved(session, row)
+
+
+def _check_deletable(session: Session, job: JobRow) -> None:
+    """Refuse to delete what processes of the job may still use."""
     if not job.state.is_terminal:
         change = "Try again once it is cancelled" if job.state is JobState.CANCELLING else "Cancel it first"
         raise IllegalTransition(f"the job is {job.state.value}; delete is not possible. {change}.")
@@ -250,8 +280,12 @@ def delete(session: Session, job_id: str, now: datetime, tenant: str | None = No
         raise IllegalTransition(
             f"the job is {job.state.value}, and its processes are being stopped. Try again in some seconds."
         )
-    store.jobs.delete_job(session, job, now)
-    logger.info("job %s (%s) is deleted", job.id, job.name)
+
+
+def _check_no_files_go(session: Session, job: JobRow) -> None:
+    """Refuse to revive a job while files of it are being deleted: a rank could find half of a checkpoint or an export."""
+    if store.records.deleted_files(session, 1, job.id):
+        raise IllegalTransition("files of the job are being deleted. Try again in a minute.")
 
 
 def _lock(session: Session, job_id: str, tenant: str | None) -> JobRow:

@@ -1,4 +1,4 @@
-"""The exports of a job: their list, and the files of each, one by one or as an archive."""
+"""The exports of a job: their list, the files of each, one by one or as an archive, and how one is deleted."""
 
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from octet.service.errors import NotFound
 from octet.service.http.pages import LimitQuery, page_of
 from octet.service.http.problems import Answers, answers
 from octet.service.jobs import checkpoint_files, views
-from octet.service.routes.files import find_saved
+from octet.service.routes.files import delete_saved, find_saved
 from octet.service.routes.job_views import existing_job
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/exports", tags=["records"])
@@ -81,3 +81,9 @@ def get_archive(job_id: JobIdDep, name: ExportName, context: AppContextDep, tena
     archive = checkpoint_files.archive_of(context.settings, row)
     headers = {"Content-Length": str(archive.num_bytes), "Content-Disposition": f'attachment; filename="{row.name}.tar"'}
     return StreamingResponse(archive.content, media_type="application/x-tar", headers=headers)
+
+
+@router.delete("/{name}", status_code=204, operation_id="delete_export", responses=answers(404, 409, 422))
+def delete(job_id: JobIdDep, name: ExportName, context: AppContextDep, tenant: VisibleTenantDep) -> None:
+    """Delete an export of a job that is over. Its files go within a minute."""
+    delete_saved(context, ExportRow, job_id, name, tenant)

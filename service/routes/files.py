@@ -1,4 +1,4 @@
-"""The files of a job's checkpoints: their list, and each as a download."""
+"""The files of a job's checkpoints: their list, and each as a download; and how a checkpoint is deleted."""
 
 from typing import Annotated
 
@@ -12,17 +12,17 @@ from octet.service.deps import AppContext, AppContextDep, JobIdDep, VisibleTenan
 from octet.service.errors import NotFound
 from octet.service.http.pages import page_of
 from octet.service.http.problems import Answers, answers
-from octet.service.jobs import checkpoint_files
+from octet.service.jobs import checkpoint_files, commands
 from octet.service.routes.job_views import existing_job
 from octet.service.store.records import Saved
 
-router = APIRouter(prefix="/v1/jobs/{job_id}/checkpoints/{name}/files", tags=["records"])
+router = APIRouter(prefix="/v1/jobs/{job_id}/checkpoints/{name}", tags=["records"])
 
 CheckpointName = Annotated[str, Path(max_length=31, description="the checkpoint's id, or step_ and ten digits")]
 _CONTENT: Answers = {200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
 
 
-@router.get("", operation_id="list_checkpoint_files", responses=answers(404, 422))
+@router.get("/files", operation_id="list_checkpoint_files", responses=answers(404, 422))
 def list_files(
     job_id: JobIdDep, name: CheckpointName, context: AppContextDep, tenant: VisibleTenantDep
 ) -> Page[CheckpointFile]:
@@ -32,7 +32,10 @@ def list_files(
 
 
 @router.get(
-    "/{path:path}", operation_id="get_checkpoint_file", response_class=FileResponse, responses=answers(404, 422) | _CONTENT
+    "/files/{path:path}",
+    operation_id="get_checkpoint_file",
+    response_class=FileResponse,
+    responses=answers(404, 422) | _CONTENT,
 )
 def get_file(
     job_id: JobIdDep,
@@ -44,6 +47,19 @@ def get_file(
     """The content of a file that the list has."""
     place = checkpoint_files.path_of(context.settings, find_saved(context, CheckpointRow, job_id, name, tenant), path)
     return FileResponse(place, media_type="application/octet-stream")
+
+
+@router.delete("", status_code=204, operation_id="delete_checkpoint", responses=answers(404, 409, 422))
+def delete(job_id: JobIdDep, name: CheckpointName, context: AppContextDep, tenant: VisibleTenantDep) -> None:
+    """Delete a checkpoint of a job that is over. Its files go within a minute."""
+    delete_saved(context, CheckpointRow, job_id, name, tenant)
+
+
+def delete_saved(context: AppContext, table: type[Saved], job_id: str, name: str, tenant: str | None) -> None:
+    """Delete a job's checkpoint or export, by its id or name. Raises NotFound and IllegalTransition."""
+    found = find_saved(context, table, job_id, name, tenant)
+    with context.database.write() as session:
+        commands.delete_saved(session, table, job_id, found.id, context.database.now(session), tenant)
 
 
 def find_saved(context: AppContext, table: type[Saved], job_id: str, name: str, tenant: str | None) -> Saved:

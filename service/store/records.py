@@ -12,6 +12,7 @@ from octet.api_schemas.training import KeepSpec
 from octet.service.db.tables import (
     AttemptRow,
     CheckpointRow,
+    DeletedFilesRow,
     EvaluationRow,
     ExporterRow,
     ExportRow,
@@ -103,6 +104,25 @@ def newest_checkpoints(session: Session, job_id: str, limit: int) -> list[Checkp
 def find_saved(session: Session, table: type[Saved], job_id: str, name: str) -> Saved | None:
     """Find a checkpoint or an export of a job by the name of its folder or by its id."""
     return session.scalar(select(table).where(table.job_id == job_id, or_(table.name == name, table.id == name)))
+
+
+def delete_saved(session: Session, row: CheckpointRow | ExportRow) -> None:
+    """Delete a checkpoint or an export, and note that its folder has to go too."""
+    session.merge(DeletedFilesRow(job_id=row.job_id, kind=row.__tablename__, name=row.name))
+    session.delete(row)
+
+
+def deleted_files(session: Session, limit: int, job_id: str | None = None) -> list[DeletedFilesRow]:
+    """List deleted checkpoints and exports that may still have a folder, of all jobs or of one."""
+    query = select(DeletedFilesRow).limit(limit)
+    return list(session.scalars(query if job_id is None else query.where(DeletedFilesRow.job_id == job_id)))
+
+
+def forget_deleted_files(session: Session, gone: Sequence[DeletedFilesRow]) -> None:
+    """Forget deleted checkpoints and exports whose folders are gone."""
+    for row in gone:
+        where = (DeletedFilesRow.job_id == row.job_id, DeletedFilesRow.kind == row.kind, DeletedFilesRow.name == row.name)
+        session.execute(delete(DeletedFilesRow).where(*where))
 
 
 def checkpoint_step(session: Session, job_id: str, checkpoint_id: str) -> int | None:

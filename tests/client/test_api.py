@@ -217,7 +217,8 @@ def test_models_levels_and_pools(client: Client) -> None:
     assert list(client.models()) == model_families()
     assert list(client.levels()) == list(LEVELS.values())
     assert [pool.name for pool in client.pools()] == ["cpu"]
-    assert [alert.name for alert in client.alerts()] == ["OctetNoLeader"]
+    # Jobs of other tests on this server may have fired alerts of their own.
+    assert "OctetNoLeader" in [alert.name for alert in client.alerts()]
 
 
 def test_nobody_leads_so_the_server_is_not_ready(client: Client) -> None:

@@ -1,6 +1,7 @@
 """Delete a job: all rows at once, its folder by a loop that survives a kill, and nothing else."""
 
 import asyncio
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,7 @@ from sqlalchemy import func, select
 
 from octet.api_schemas import ErrorCode, EvaluationReport, FinishedReport, LaunchOrder, LogReport
 from octet.service import store
-from octet.service.db.tables import AuditRow, Base, DeletedJobRow, IdempotencyKeyRow, LastStartRow, TallyRow
+from octet.service.db.tables import AuditRow, Base, DeletedJobRow, ExportRow, IdempotencyKeyRow, LastStartRow, TallyRow
 from octet.service.dispatcher import release, watch
 from octet.service.errors import NotFound, Unauthenticated
 from octet.service.http.streams import POLL_S, Streams, Subscription
@@ -19,6 +20,7 @@ from octet.service.routes.job_views import shown_submissions
 from octet.service.routes.records import EVENTS
 from octet.service.routes.stream import POINTS
 from octet.service.store.curves import CurvePlace
+from octet.service.store.ids import new_id
 from tests.service.invariants import check_invariants
 from tests.service.test_checkpoint_files import write_checkpoint
 from tests.service.test_jobs_api import problem_of
@@ -39,7 +41,7 @@ def finish(world: World, **changes: Any) -> tuple[str, Rank]:
 
 def counts(world: World) -> dict[str, int]:
     """Count the rows of all tables that hold jobs and what belongs to them."""
-    others = {row.__tablename__ for row in (TallyRow, DeletedJobRow, IdempotencyKeyRow, AuditRow, LastStartRow)}
+    others = {row.__tablename__ for row in (TallyRow, DeletedJobRow, ExportRow, IdempotencyKeyRow, AuditRow, LastStartRow)}
     others |= {"leases", "pool_capacities"}
     with world.database.read() as session:
         return {
@@ -218,3 +220,82 @@ def test_a_list_is_counted_again_after_one_job_went_and_another_came(client: Tes
     world.delete(first)
     world.submit(name="another")
     assert client.get(path).json()["total"] == 0
+
+
+def steps_in(client: TestClient, job_id: str, kind: str = "checkpoints") -> dict[int, str]:
+    """The ids of a job's checkpoints or exports, by step."""
+    return {each["step"]: each["id"] for each in client.get(f"/v1/jobs/{job_id}/{kind}").json()["data"]}
+
+
+def saved_twice(world: World) -> tuple[str, Path]:
+    """A job that has failed after two checkpoints, and the folder of the first."""
+    job_id, rank = world.start()
+    for number in (1, 2):
+        rank.send(step(number), write_checkpoint(world, job_id, number))
+    rank.send(FinishedReport(outcome="failed", message="it broke"))
+    world.dispatch()
+    return job_id, world.settings.job_dir(job_id) / "checkpoints" / "step_0000000001"
+
+
+def test_a_checkpoint_goes_with_its_files_and_the_others_stay(client: TestClient, world: World) -> None:
+    job_id, folder = saved_twice(world)
+    assert client.delete(f"/v1/jobs/{job_id}/checkpoints/{folder.name}").status_code == 204
+    assert [*steps_in(client, job_id)] == [2]
+    problem_of(client.get(f"/v1/jobs/{job_id}/checkpoints/{folder.name}/files"), 404)
+    problem_of(client.delete(f"/v1/jobs/{job_id}/checkpoints/{folder.name}"), 404)
+    (event,) = [event for event in world.events(job_id) if event.type == "checkpoint.deleted"]
+    assert (event.data["step"], event.data["name"]) == (1, folder.name)
+    assert folder.exists()
+    world.tidy()
+    assert (folder.exists(), folder.with_name("step_0000000002").exists()) == (False, True)
+    check_invariants(world)
+
+
+def test_the_last_checkpoint_of_a_job_that_ended_long_ago_goes_too(client: TestClient, world: World) -> None:
+    job_id, folder = saved_twice(world)
+    world.turn(7 * 24 * 3600)
+    for checkpoint_id in steps_in(client, job_id).values():
+        assert client.delete(f"/v1/jobs/{job_id}/checkpoints/{checkpoint_id}").status_code == 204
+    world.tidy()
+    assert (steps_in(client, job_id), list(folder.parent.iterdir())) == ({}, [])
+
+
+def test_a_kill_between_the_row_and_the_files_leaves_neither(client: TestClient, world: World) -> None:
+    """No attempt begins in between: it could find half of a checkpoint, or report an export whose files go."""
+    job_id, folder = saved_twice(world)
+    assert client.delete(f"/v1/jobs/{job_id}/checkpoints/{folder.name}").status_code == 204
+    world.restart()
+    assert "Try again in a minute." in problem_of(client.post(f"/v1/jobs/{job_id}/retry"), 409).detail
+    moved = folder.rename(folder.with_name("aside"))
+    folder.write_text("no folder")
+    world.tidy()
+    assert client.post(f"/v1/jobs/{job_id}/retry").status_code == 409
+    folder.unlink()
+    moved.rename(folder)
+    world.tidy()
+    assert not folder.exists()
+    assert client.post(f"/v1/jobs/{job_id}/retry").status_code == 202
+
+
+def test_checkpoints_of_a_job_that_lives_stay(client: TestClient, world: World) -> None:
+    job_id, rank = world.start()
+    rank.send(step(1), write_checkpoint(world, job_id, 1))
+    path = f"/v1/jobs/{job_id}/checkpoints/step_0000000001"
+    assert "the job is running; delete is not possible. Cancel it first." in problem_of(client.delete(path), 409).detail
+    problem_of(client.delete(f"/v1/jobs/{job_id}/checkpoints/step_0000000009"), 404)
+    assert [*steps_in(client, job_id)] == [1]
+
+
+def test_an_export_goes_with_its_files(client: TestClient, world: World) -> None:
+    job_id, _ = saved_twice(world)
+    folder = world.settings.job_dir(job_id) / "exports" / "step_0000000002_bf16"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    with world.database.write() as session:
+        made = {"id": new_id("exp", world.clock.now()), "job_id": job_id, "attempt_id": "att_1", "name": folder.name, "step": 2}
+        form = {"format": "bf16", "layout": "compressed-tensors", "activations": "none", "num_bytes": 7, "sha256": "a" * 64}
+        session.add(ExportRow(**made, **form, created_at=world.clock.now()))
+    assert client.delete(f"/v1/jobs/{job_id}/exports/{made['id']}").status_code == 204
+    world.tidy()
+    assert (steps_in(client, job_id, "exports"), folder.exists()) == ({}, False)
+    assert [*steps_in(client, job_id)] == [1, 2]

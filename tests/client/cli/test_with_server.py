@@ -239,6 +239,18 @@ def test_delete_asks_first(octet: Callable[..., Result], client: Client, runnabl
         client.job(job.id)
 
 
+def test_delete_one_checkpoint(octet: Callable[..., Result], client: Client, finished: Job) -> None:
+    """Asking first, and by name; of the shared job only what is not there, so that it stays for other tests."""
+    asked = octet("delete", finished.id, "--checkpoint", "step_0000000099")
+    assert (asked.exit_code, f"Delete step_0000000099 of {finished.name}" in asked.stderr) == (1, True)
+    absent = octet("delete", finished.id, "--checkpoint", "step_0000000099", "--yes")
+    assert (absent.exit_code, "has no checkpoint 'step_0000000099'" in absent.stderr) == (2, True)
+    absent = octet("delete", finished.id, "--export", "step_0000000099_bf16", "--yes")
+    assert (absent.exit_code, "has no export" in absent.stderr) == (2, True)
+    both = octet("delete", finished.id, "--checkpoint", "a", "--export", "b", "--yes")
+    assert (both.exit_code, "not both" in both.output) == (2, True)
+
+
 def test_list(octet: Callable[..., Result], finished: Job) -> None:
     shown = octet("list", "--state", "succeeded", "--label", "team:research", "--limit", "1")
     assert shown.exit_code == 0
