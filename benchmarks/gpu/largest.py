@@ -21,6 +21,7 @@ from benchmarks.gpu.report import Row, Target, first_line
 from benchmarks.gpu.session import Case, Session
 from octet.api_schemas import GPTSizes
 from octet.api_schemas.models.gpt import gpt_sizes
+from octet.worker.rank.main import ALLOCATOR
 
 WAYS = {"bf16-amp": BF16_AMP, "O2": O2}
 BYTES_PER_PARAMETER = {"bf16-amp": 20, "O2": 8}  # rough, including activations; the search starts from it
@@ -99,7 +100,7 @@ def _num_parameters(num_layers: int, session: Session) -> int:
 def _try(session: Session, level: str, num_layers: int) -> int | None:
     command = [sys.executable, "-m", "benchmarks.gpu.largest", "--level", level, "--layers", str(num_layers)]
     command += ["--device", session.device.type]
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR}
     done = subprocess.run(
         [*command, *(["--smoke"] if session.smoke else [])],
         cwd=ROOT,

@@ -307,3 +307,8 @@ def flight_recorder_dumps() -> list[Callable[[bool, bool], str | bytes]]:
 def wait_for(tensor: Tensor) -> None:
     """Wait until a functional collective has written a tensor: `wait_tensor` of the functional collectives is its only name."""
     torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def set_allocator(settings: str) -> None:
+    """Set the allocator of the accelerator, in the words of PYTORCH_ALLOC_CONF. Before the device holds memory."""
+    torch._C._accelerator_setAllocatorSettings(settings)

@@ -49,7 +49,12 @@ class Mesh(Axes):
             if backend == "nccl":
                 switch_on()
             timeout = timedelta(seconds=timeout_s + longest_s(env.world_size))  # later than ours: the ranks have agreed then
-            dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+            # With the device NCCL connects every group when it is made. Without, the first collective of each would
+            # connect it: in the middle of the first step, where the ranks wait and memory is already taken.
+            connected_to = self.device if backend == "nccl" else None
+            dist.init_process_group(
+                backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout, device_id=connected_to
+            )
             self._agreement = Agreement(store, env.rank, env.world_size, self.waits, timeout_s, holds_store=is_ours)
         axes = make_axes(self.layout, env.rank, self.device)
         for axis in axes.values():

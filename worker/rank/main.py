@@ -51,6 +51,10 @@ from octet.worker.reporting.trackers.feed import TrackedReporter, TrackedRun
 if TYPE_CHECKING:
     import torch
 
+ALLOCATOR = "expandable_segments:True"
+"""Settings of torch's allocator in every rank, in the words of PYTORCH_ALLOC_CONF."""
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 logger = logging.getLogger(__name__)
 
 
@@ -125,7 +129,7 @@ def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
         if env.reports:
             run.reporter.send(PhaseReport(phase="torch_imported"))
         with ExitStack() as stack:
-            device = _device(env, run.pool)
+            device = rank_device(env, run.pool)
             run.metrics.describe_device(device_readings(device), bf16_peak(device))
             try:
                 config = resolve(spec, env, run.files)
@@ -147,8 +151,11 @@ def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
         return Outcome(FinishedReport(outcome="failed", reason=reason_of(error), message=message[:16_384]), message)
 
 
-def _device(env: RankEnv, pool: PoolConfig | None) -> "torch.device":
-    """Return this rank's device after checking that it is what the pool promises. Raises WrongNode."""
+def rank_device(env: RankEnv, pool: PoolConfig | None) -> "torch.device":
+    """Return this rank's device after checking that it is what the pool promises. Raises WrongNode.
+
+    Segments of the memory of a CUDA device grow from now on, unless the environment sets up torch's allocator.
+    """
     import torch
 
     torch.set_num_threads(env.num_threads)
@@ -158,6 +165,12 @@ def _device(env: RankEnv, pool: PoolConfig | None) -> "torch.device":
         from octet.worker.metrics.driver import why_no_device
 
         raise WrongNode(f"the pool promises a CUDA device: {why_no_device()}")
+    # The largest models that benchmarks/gpu/largest.py finds fit with segments that grow. torch's own default leaves gaps.
+    # Not by the environment: a rank has torch imported already, and a warm one had it before it had its environment.
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        from octet.worker.kernels.torch_private import set_allocator
+
+        set_allocator(ALLOCATOR)
     device = torch.device("cuda", env.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     needed = pool.min_compute_capability if pool else None

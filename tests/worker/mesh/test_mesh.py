@@ -95,3 +95,20 @@ def test_a_mesh_of_one_needs_no_group(tmp_path: Path) -> None:
         assert mesh.reports
         assert mesh.owns_loss
         assert not mesh.sent_bytes
+
+
+def test_nccl_connects_every_group_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch connects groups at once if the default group has a device, and otherwise in their first collective."""
+    for variable in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(variable, "lo" if variable.endswith("IFNAME") else "0")  # the mesh would set them for good
+    device = torch.device("cuda", 1)
+    for backend, where, expected in (("nccl", device, device), ("gloo", torch.device("cpu"), None)):
+        mesh = Mesh(RankEnv(world_size=2, master_port=free_port()), where)
+        with (
+            mock.patch.object(torch.distributed, "TCPStore"),
+            mock.patch.object(dist, "init_process_group", side_effect=InterruptedError) as made,
+            pytest.raises(InterruptedError),
+        ):
+            mesh.__enter__()
+        assert made.call_args.args == (backend,)
+        assert made.call_args.kwargs["device_id"] == expected
