@@ -31,6 +31,7 @@ from octet.api_schemas import (
     Checkpoint,
     CheckpointFile,
     Contract,
+    ErrorCode,
     Event,
     Export,
     ExportSpec,
@@ -385,6 +386,15 @@ class Client:
     def alerts(self) -> list[Alert]:
         """Return the alerts that fire, critical ones first, at most a hundred."""
         return list(read(Page[Alert], self._connection.request("GET", "/v1/alerts", patience_s=self._patience_s)).data)
+
+    def find_alerts(self) -> list[Alert] | None:
+        """Return the alerts that fire, or None from a server of an older version, which lists none."""
+        try:
+            return self.alerts()
+        except ApiError as error:
+            if error.problem.code is ErrorCode.NOT_FOUND:
+                return None
+            raise
 
     def create_key(self, wanted: KeySpec) -> NewApiKey:
         """Make an API key. Its secret is in this answer alone, so a lost answer is not asked for again: list, and revoke."""

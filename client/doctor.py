@@ -140,7 +140,7 @@ def _output(command: list[str]) -> str | None:
 def _server(client: Client) -> tuple[list[Check], bool]:
     """Look at the server and its pools. Return True too if one answers."""
     try:
-        pools, alerts = list(client.pools()), client.alerts()
+        pools, alerts = list(client.pools()), client.find_alerts()
     except OctetError as error:
         reason, _, hint = str(error).partition("\n")
         is_up = isinstance(error, ApiError)
@@ -161,7 +161,9 @@ def _server(client: Client) -> tuple[list[Check], bool]:
         hint = "start nodes, or correct the pool's slots: a job that needs more than nodes offer waits"
         found += f"; nodes offer {pool.slots_present}"
         checks.append(Check(part=f"pool {pool.name}", standing="note", found=found, hint=hint))
-    for alert in alerts:
+    if alerts is None:
+        checks.append(Check(part="alert", standing="note", found="the server is older than this client, and lists no alerts"))
+    for alert in alerts or ():
         weight: Standing = "bad" if alert.severity == "critical" else "note"
         checks.append(Check(part="alert", standing=weight, found=f"{alert.name}: {alert.summary}", hint=f"See {alert.runbook}"))
     return checks, True

@@ -16,7 +16,7 @@ def show_overview(url: str) -> None:
     terminal = Terminal()
     with connect(url) as client:
         missing = client.why_not_ready()
-        pools, alerts = list(client.pools()), client.alerts()
+        pools, alerts = list(client.pools()), client.find_alerts()
         live = client.rows(states=[state.value for state in JobState if not state.is_terminal], limit=_LIVE_SHOWN)
         ended = client.rows(states=[state.value for state in JobState if state.is_terminal], limit=_ENDED_SHOWN)
     terminal.show(Text(f"Octet at {url}", style="bold"))

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from octet.api_schemas import Pool
+from octet.api_schemas import ErrorCode, Pool, Problem
 from octet.client import Client, doctor
 from octet.client.doctor import Check, check_machine
+from octet.client.errors import ApiError
 
 SMI = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.95.05, 9.0"
 
@@ -98,3 +99,15 @@ def test_a_pool_that_promises_more_than_nodes_offer_is_named(
     monkeypatch.setattr(Client, "why_not_ready", lambda _: None)
     found = machine()["pool h100"]
     assert (found.standing, "nodes offer 1" in found.found) == (standing, present == 1)
+
+
+def test_an_older_server_lists_no_alerts(machine: Callable[..., dict[str, Check]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: Client) -> None:
+        raise ApiError(Problem(title="Not found", status=404, detail="there is no such route", code=ErrorCode.NOT_FOUND))
+
+    monkeypatch.setattr(Client, "pools", lambda _: iter(()))
+    monkeypatch.setattr(Client, "alerts", missing)
+    monkeypatch.setattr(Client, "why_not_ready", lambda _: None)
+    found = machine()
+    assert (found["server"].standing, found["alert"].standing) == ("ok", "note")
+    assert "older than this client" in found["alert"].found

@@ -94,7 +94,8 @@ def make_axis(layout: Layout, name: AxisName, rank: int, device: torch.device) -
 
 
 def twin_of(axis: Axis) -> Axis:
-    """Return an axis of the same ranks with a communicator of its own. All ranks of the axis call it together.
+    """Return an axis of the same ranks with a communicator of its own. All ranks of the world call it together, each for its
+    own axis: where groups connect when they are made, NCCL splits the world's communicator, once for all of them.
 
     Its collectives need no common order with those of the first axis, in whose counts its bytes and waits appear.
     """
