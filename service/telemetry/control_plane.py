@@ -24,7 +24,7 @@ from octet.service.store.tallies import Tallies
 from octet.service.telemetry.jobs import JobSeries
 from octet.service.telemetry.process import ProcessTelemetry
 
-_WAITS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 43_200)
+_WAITS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 43_200)
 
 
 class Telemetry:
