@@ -205,5 +205,6 @@ CUDA_GRAPHS = (
     ),
     _no_graph("gradient_release steps parameters inside the backward pass", equals(RELEASE, True)),
     _no_graph("offload_optimizer copies states between the host and the device in streams of its own", equals(OFFLOAD, True)),
+    _no_graph("the host waits once a step of muon for whether gradients are finite", equals("training.optimizer.name", "muon")),
 )
 """`training.cuda_graph: auto` records nothing if one applies: a replay could not repeat the step."""

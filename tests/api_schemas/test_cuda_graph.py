@@ -16,6 +16,7 @@ from octet.api_schemas.rules.table import reason_against
         ({"activation_checkpointing": "full"}, 1, "activation_checkpointing full"),
         ({"gradient_release": True, "gradient_clip": None}, 1, "gradient_release"),
         ({"offload_optimizer": True}, 1, "offload_optimizer"),
+        ({"optimizer": {"name": "muon"}}, 1, "the host waits once a step of muon"),
     ],
 )
 def test_what_a_replay_cannot_repeat_is_named(
