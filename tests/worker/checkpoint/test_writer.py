@@ -145,7 +145,7 @@ def train_until_killed(document: dict[str, Any], folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     vars(write)["save_file"] = save
-    torch.set_num_threads(1)  # the threads of OpenMP are not forked, and work for them would wait for ever
+    torch.set_num_threads(1)  # the threads of OpenMP are not forked, and work for them would never end
     train(document, folder)
 
 
