@@ -7,6 +7,7 @@ weight's codes. A shard is a new parameter, since autograd remembers the shape o
 The plan of a model has the role of each layer (`tensor_plan.py`). With `sequence` the ranks also divide tokens (`sequence.py`).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,9 +25,9 @@ from octet.worker.models.model import Part, TensorRole, TrainedModel
 from octet.worker.optim import LowBitOptimizer
 from octet.worker.optim.sharding import check_unused, decoded, hold_shards
 from octet.worker.optim.shards import agree_on_weight_scales
-from octet.worker.parallel.sequence import LAYER_ROLES, check_sequence, divide_tokens
+from octet.worker.parallel.sequence import COLUMN_ROLES, LAYER_ROLES, check_sequence, divide_tokens
 from octet.worker.parallel.strategy import DividedModel, Division, Strategy, check_compiled, check_loss_scaling
-from octet.worker.parallel.tensor_layers import surround
+from octet.worker.parallel.tensor_layers import SharedInput, surround
 from octet.worker.parallel.tensor_plan import Plan, check_heads, cuts_of, held_part, plan_of, roles_of
 
 STATE_NAMES = ("weight", "weight_codes", "weight_residual", "bias")
@@ -193,11 +194,13 @@ def cut_model(
                 cuts[model.get_submodule(name).get_parameter(held)] = cut
                 shards.names |= {f"{name}.{own}": cut for own in (STATE_NAMES[:3] if held == "weight" else (held,))}
     new = {whole: _shard(whole, cut, axis.rank) for whole, cut in cuts.items()}
+    siblings = Counter(name.rpartition(".")[0] for name, role in roles.items() if role in COLUMN_ROLES)
+    shared = {parent: SharedInput(num_layers) for parent, num_layers in siblings.items()}
     for name, role in roles.items():
         module = model.get_submodule(name)
         _divide(module, role, axis, new, cuts)
         if not (sequence and role in LAYER_ROLES):
-            surround(module, role, axis)
+            surround(module, role, axis, shared.get(name.rpartition(".")[0]) if role in COLUMN_ROLES else None)
     if sequence:
         divide_tokens(model, roles, axis, runs)
     hold_shards(optimizer, new, cuts, axis.rank)

@@ -19,16 +19,43 @@ from octet.worker.mesh import Axis, AxisInBlocks
 from octet.worker.models.model import TensorRole
 
 
+class SharedInput:
+    """The input of the column layers of one module, as of queries, keys and values.
+
+    Where they take the same tensor its gradients are added up locally first, and once over the ranks. Nothing is held between
+    passes in which each layer takes it.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers, self._num_left = num_layers, 0
+        self._input: Tensor | None = None
+        self._copied: Tensor | None = None
+
+    def to_shards(self, input: Tensor, axis: AxisInBlocks) -> Tensor:
+        """Return what `to_shards` made of the tensor for the first of the layers."""
+        if not (input.requires_grad and torch.is_grad_enabled()):
+            return to_shards(input, axis)
+        copied = self._copied
+        if copied is None or self._input is not input:
+            copied = to_shards(input, axis)
+            self._input, self._copied, self._num_left = input, copied, self._num_layers
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._input = self._copied = None
+        return copied
+
+
 class ColumnForward(Wrapper):
     """Takes the place of a column layer's `forward`."""
 
     nesting = Nesting.TENSOR
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = AxisInBlocks(axis)
+    def __init__(self, axis: Axis, shared: SharedInput) -> None:
+        """shared: by the column layers of the layer's parent."""
+        self.axis, self.shared = AxisInBlocks(axis), shared
 
     def __call__(self, input: Tensor, **options: Any) -> Any:
-        return self.run(to_shards(input, self.axis), **options)
+        return self.run(self.shared.to_shards(input, self.axis), **options)
 
 
 class RowForward(Wrapper):
@@ -72,8 +99,8 @@ class EmbeddingForward(Wrapper):
         return sum_of_shards(rows.where(is_own[..., None], 0.0), self.axis)
 
 
-def surround(module: nn.Module, role: TensorRole, axis: Axis) -> None:
-    """Wrap a module that holds shards in the collectives of its role."""
+def surround(module: nn.Module, role: TensorRole, axis: Axis, shared: SharedInput | None = None) -> None:
+    """Wrap a module that holds shards in the collectives of its role. shared: by the column layers of its parent, if any."""
     if role == "partial-gradients":
         for part in module.modules():
             add_up_gradients(part, axis)
@@ -82,7 +109,7 @@ def surround(module: nn.Module, role: TensorRole, axis: Axis) -> None:
     elif role == "embedding":
         wrap(module, EmbeddingForward(axis))
     else:
-        wrap(module, ColumnForward(axis))
+        wrap(module, ColumnForward(axis, shared or SharedInput(1)))
 
 
 def add_up_gradients(module: nn.Module, axis: Axis) -> None:

@@ -268,6 +268,11 @@ def work_of_two(rank: int, ports: list[int], folder: str, _cases: list[Case]) ->
         found["gradients"] = {family: gradients(axes, family) for family in ("gpt", "llama")}
         found["converted"] = {"O3-split": converted(axes, "gpt", "O3-split")}
         found["poisoned"] = [poisoned(axes, 0)]
-        found |= {"draws": draws(axes), "sent": sent(axes), "evaluated": evaluated(axes, partly_ignored())}
+        found |= {
+            "draws": draws(axes),
+            "sent": sent(axes),
+            "sent llama": sent(axes, "llama"),
+            "evaluated": evaluated(axes, partly_ignored()),
+        }
         found["resumed"] = {("O3-split", 0): resumed(axes, mesh.world, "O3-split", 0, Path(folder, "O3-split 0"))}
     torch.save(found, f"{folder}/{rank}.pt")

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from octet.worker import parallelize
-from octet.worker.mesh import Axis, Cut
+from octet.worker.mesh import Axis, AxisInBlocks, Cut
 from octet.worker.mesh.axes import Axes
 from octet.worker.parallel.tensor import cut_model
+from octet.worker.parallel.tensor_layers import SharedInput
 from octet.worker.parallel.tensor_plan import plan_of
 from tests.worker.parallel.compare import check_gradients, check_resumed, check_training, found_by_ranks
 from tests.worker.parallel.tensor_runs import Result, batch_of, make, make_network, partly_ignored, work_of_two
@@ -68,6 +69,28 @@ def test_bytes_on_the_tensor_axis_are_those_of_the_formula(results: list[Result]
             ("sum", "float32"): (4 * num_layers + 2) * num_tokens * hidden_size * 4,
             ("gather", "float32"): 2 * num_tokens * 4,
         }
+
+
+def test_queries_keys_and_values_send_the_gradients_of_their_input_once(results: list[Result]) -> None:
+    """So do gate and up: a block of a Llama sends as much as one of a GPT, whose queries, keys and values are one layer."""
+    sizes = make_network("llama").sizes
+    num_bytes = (4 * sizes.num_layers + 2) * 2 * 16 * sizes.hidden_size * 4
+    assert [result["sent llama"]["sum", "float32"] for result in results] == [num_bytes] * NUM_RANKS
+
+
+def test_what_is_shared_is_held_in_no_pause() -> None:
+    """Layers that take other tensors share nothing, and passes without gradients neither take nor leave anything."""
+    shared, axis = SharedInput(2), AxisInBlocks(Axis("tensor", 1, 0, torch.device("cpu")))
+    first, second = (torch.zeros(2, requires_grad=True) for _ in range(2))
+    copied = shared.to_shards(first, axis)
+    assert shared.to_shards(first, axis) is copied
+    assert shared.to_shards(first, axis) is not copied, "both layers had it: this is another pass"
+    assert shared.to_shards(second, axis) is not shared.to_shards(first, axis)
+    shared = SharedInput(2)
+    copied = shared.to_shards(first, axis)
+    with torch.no_grad():
+        assert shared.to_shards(first, axis) is not copied
+    assert shared.to_shards(first, axis) is copied
 
 
 def test_an_evaluation_counts_the_whole_vocabulary(results: list[Result]) -> None:
