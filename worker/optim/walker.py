@@ -6,6 +6,8 @@ that no tensor is wide as a whole. The kernels' twin of it is `worker/kernels/cu
 A rule that needs whole matrices has no kernels: its states are advanced by runs, and then it computes a direction.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,10 @@ from octet.worker.fp8.weight import stored
 from octet.worker.optim.gradients import GradientReader, gradient_of
 from octet.worker.optim.rules.rule import Group, MatrixRule
 from octet.worker.optim.states import OptimizerStates
-from octet.worker.optim.weights import runs
+from octet.worker.optim.weights import RUN_LENGTH, runs
+
+LONG_RUN_LENGTH = 1 << 24
+"""Elements of a run on accelerators, where each op of a run is a launch: 64 MiB in fp32. On a CPU a run fits its cache."""
 
 
 def update(optimizer: OptimizerStates, parameter: Tensor, group: Group) -> None:
@@ -27,7 +32,7 @@ def update(optimizer: OptimizerStates, parameter: Tensor, group: Group) -> None:
     state["step"] += 1
     gradients, weight = GradientReader(gradient), optimizer.stored_weight(parameter, group)
     held = {name: optimizer.stored_state(parameter, group, name) for name in rule.state_codecs}
-    for elements in runs(gradient.numel()):
+    for elements in _runs(gradient):
         values, states = weight.read(elements), {name: state.read(elements) for name, state in held.items()}
         rule.step_(values, gradients.read(elements), states, int(state["step"]), group)
         weight.write(elements, values)
@@ -53,7 +58,7 @@ def _update_matrix(optimizer: OptimizerStates, parameter: Tensor, group: Group, 
     direction = rule.direction_of(elements_of_matrix.view(origin.matrix_shape)).reshape(-1)
     direction = direction[origin.first_element : origin.first_element + num_held]
     weight = optimizer.stored_weight(parameter, group)
-    for elements in runs(num_held):
+    for elements in _runs(direction):
         values = weight.read(elements)
         rule.move_(values, direction[elements.start : elements.stop].float(), origin.matrix_shape, group)
         weight.write(elements, values)
@@ -68,10 +73,14 @@ def _advance_matrix(
     state = optimizer.state[parameter] or optimizer.allocate(parameter, group)
     state["step"] += 1
     held = {name: optimizer.stored_state(parameter, group, name) for name in rule.state_codecs}
-    for elements in runs(len(elements_of_matrix)):
+    for elements in _runs(elements_of_matrix):
         gradient = gradients.read(elements)
         states = {name: part.read(elements) for name, part in held.items()}
         wanted, _ = rule.advance_(states, -gradient if group["maximize"] else gradient, int(state["step"]), group)
         elements_of_matrix[elements.start : elements.stop] = wanted
         for name, values in states.items():
             held[name].write(elements, values)
+
+
+def _runs(elements: Tensor) -> Iterator[range]:
+    return runs(elements.numel(), RUN_LENGTH if elements.device.type == "cpu" else LONG_RUN_LENGTH)

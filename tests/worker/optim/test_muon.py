@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octet.api_schemas.levels import LEVELS
 from octet.worker import initialize, memory_report
-from octet.worker.optim import LowBitMuon, MuonHyperparameters, muon_groups
+from octet.worker.optim import LowBitMuon, MuonHyperparameters, muon_groups, walker
 from octet.worker.optim.rules.muon import LARGEST_ELEMENT, OrthogonalizedMomentum, newton_schulz
 from tests.kit.stored_weights import KINDS, stored_weight
 from tests.numerics.measure import relative_error
@@ -185,6 +185,20 @@ def test_groups_of_a_model(is_tied: bool) -> None:
     assert [id(each) for each in matrices["params"]] == [id(model.up.weight), id(model.down.weight)]
     assert len(others["params"]) == len(list(model.parameters())) - 2
     assert (matrices["use_muon"], others["use_muon"]) == (True, False)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3-split-8bit"])
+def test_the_length_of_runs_changes_no_bit(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On accelerators runs are as long as most matrices: each op of a run is a launch there."""
+    found = []
+    for length in (128, 1 << 15):
+        monkeypatch.setattr(walker, "RUN_LENGTH", length)
+        model = Network()
+        made = initialize(model, LowBitMuon(muon_groups(model), MuonHyperparameters(1e-2)), opt_level=level, seed=3)
+        assert made[1] is not None
+        train(made[0], made[1], range(3))
+        found.append({name: value.clone() for name, value in made[0].state_dict().items()})
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 @pytest.mark.parametrize("level", LEVELS)
