@@ -120,7 +120,10 @@ def resume_job(job: dict[str, Any], env: RankEnv, folder: Path) -> Result:
             trainer = Trainer(config, mesh, recorder, folder)
             held = live.peak_bytes = live.num_bytes
             found = (checkpoint_ref(folder / "checkpoints"),)
-            trainer.progress = load_newest(trainer.job, mesh, trainer.folder, found, trainer.step_times, recorder.send)
+            level = config.precision.level
+            trainer.progress = load_newest(
+                trainer.job, mesh, trainer.folder, found, trainer.step_times, recorder.send, level=level
+            )
         assert trainer.progress.step == 1
         with closing(trainer.batches), trainer.writer:
             trainer.step()

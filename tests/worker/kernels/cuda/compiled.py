@@ -37,6 +37,7 @@ from octet.worker.kernels.cuda import (
     transpose,
 )
 from octet.worker.optim import OPTIMIZERS
+from octet.worker.optim.rules.rule import Rule
 
 TYPES = {  # argument types by name, equal in all kernels
     "x": "*bf16", "out": "*fp32", "unless": "*i1", "bits": "*i16", "codes": "*u8", "codes_t": "*u8", "scales": "*fp32",
@@ -189,10 +190,11 @@ def norm_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, 
 def optimizer_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Adam with each weight and the codecs of each level; every other rule, by its name, with each weight once.
 
-    spread: every second weight, the others by the next rule. Then O2 is the level with both its own weight and codecs.
+    spread: every second weight, the others by the next rule. Then O2 is the level with both its own weight and codecs. A rule
+    that combines others, as Muon's, has no kernels of its own.
     """
     options = {"L2": False, "ALIGNED": True, "NUM_BLOCKS": optimizer.NUM_BLOCKS, "NUM_TURNS": optimizer.NUM_TURNS}
-    for turn, rule in enumerate(known.rule for known in OPTIMIZERS):
+    for turn, rule in enumerate(known.rule for known in OPTIMIZERS if type(known.rule).of is Rule.of):
         codecs = {" ".join(getattr(level, state) for state in rule.state_codecs): None for level in LEVELS.values()}
         label = "" if rule.name == "adam" else f"{rule.name} "
         for number, weight in enumerate(("fp32", "bf16", "fp16", "fp16-scaled", "split", "master")):
