@@ -44,6 +44,10 @@ class SharedInput:
             self._input = self._copied = None
         return copied
 
+    def __reduce__(self) -> tuple[type["SharedInput"], tuple[int]]:
+        """Return what copies and pickles hold: no tensor of a pass that an exception has ended between two layers."""
+        return SharedInput, (self._num_layers,)
+
 
 class ColumnForward(Wrapper):
     """Takes the place of a column layer's `forward`."""

@@ -6,6 +6,7 @@ with Calibration(model) as calibration:
 form = Fp8Form(activations="static", input_scales=calibration.input_scales())
 """
 
+import math
 from types import TracebackType
 
 import torch
@@ -42,7 +43,7 @@ class Calibration:
         """Return the scale of each layer's inputs, by the model's name: the largest magnitude over the largest E4M3 value.
 
         An expert that no token has reached takes the largest scale of those beside it, as servers do for all of them. Raises
-        ValueError for a layer that had no input but zeros.
+        ValueError for a layer that had no input but zeros, and for one that had an input that is not finite.
         """
         seen = {name: float(amax) for name, amax in self._largest.items()}
         beside = {part: stack.parts for stack in stacks_of(self._model) for part in stack.parts}
@@ -54,6 +55,11 @@ class Calibration:
             raise ValueError(
                 f"calibration has seen no input of {missing[0]} but zeros, nor of {len(missing) - 1} others; allowed: tokens "
                 "that reach each. Calibrate on more, or let servers scale inputs by token (activations: dynamic)."
+            )
+        if wrong := [name for name, amax in found.items() if not math.isfinite(amax)]:
+            raise ValueError(
+                f"calibration has seen inputs of {wrong[0]} with the largest magnitude {found[wrong[0]]}; allowed: finite. "
+                "Export an earlier checkpoint, or calibrate on other tokens."
             )
         return {name: amax / ACTIVATION_MAX for name, amax in found.items()}
 

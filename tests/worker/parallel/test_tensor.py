@@ -3,6 +3,9 @@
 `test_tensor_and_data.py` has all levels, data ranks and ZeRO.
 """
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -91,6 +94,17 @@ def test_what_is_shared_is_held_in_no_pause() -> None:
     with torch.no_grad():
         assert shared.to_shards(first, axis) is not copied
     assert shared.to_shards(first, axis) is copied
+
+
+def test_a_pass_that_ended_between_two_layers_hinders_no_copy() -> None:
+    """Autograd's tensors cannot be copied; the layers of a copy share an input of their own."""
+    shared, axis = SharedInput(2), AxisInBlocks(Axis("tensor", 1, 0, torch.device("cpu")))
+    input = torch.zeros(2, requires_grad=True)
+    copied = shared.to_shards(input, axis)
+    one, other = copy.deepcopy([shared, shared])
+    assert one is other
+    assert one.to_shards(input, axis) is not copied
+    assert pickle.loads(pickle.dumps(shared)).to_shards(input, axis) is not copied  # noqa: S301  it was written here
 
 
 def test_an_evaluation_counts_the_whole_vocabulary(results: list[Result]) -> None:

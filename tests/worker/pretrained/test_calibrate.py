@@ -85,6 +85,13 @@ def test_a_layer_without_inputs_is_named(llama: nn.Module) -> None:
         scales_of(llama, tokens_of(0))
 
 
+def test_inputs_that_are_not_finite_are_refused(llama: nn.Module) -> None:
+    """A NaN is larger than nothing: its scale would be written without a word."""
+    llama.get_submodule("blocks.1.mlp_norm").weight.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"inputs of blocks\.1\.mlp\.\w+ with the largest magnitude nan; allowed: finite"):
+        scales_of(llama, tokens_of(0))
+
+
 def test_larger_inputs_are_clamped() -> None:
     served = STATIC.as_served(torch.tensor([0.5, 1.0, -7.0, float("inf")]), static_scale=1 / ACTIVATION_MAX)
     assert served.tolist() == [0.5, 1.0, -1.0, 1.0]
