@@ -144,7 +144,8 @@ def test_transformers_computes_what_the_card_says(
     log_p, log_q = expected.log_softmax(-1), found.log_softmax(-1)
     kl_divergence = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
     assert card.num_tokens == len(found) == 2 * 4 * 32
-    assert card.evaluation.kl_divergence == pytest.approx(kl_divergence, rel=0.001)
+    # Of nearly equal logits, fp32 leaves a few units in the eighth place.
+    assert card.evaluation.kl_divergence == pytest.approx(kl_divergence, rel=0.001, abs=1e-7)
     assert card.evaluation.largest_logit_difference == pytest.approx(float((expected - found).abs().max()), rel=0.005)
     agreement = float((expected.argmax(-1) == found.argmax(-1)).double().mean())
     assert card.evaluation.top1_agreement == pytest.approx(agreement, abs=0.01)
