@@ -12,6 +12,7 @@ from octet.api_schemas.export import ExportSpec, MismatchCard
 from octet.api_schemas.inputs import tokens_per_sample
 from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.layout import BatchDivision, Layout, ParallelismSpec
+from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models import ModelSizes, ModelSpec
 from octet.api_schemas.precision import LevelName, PrecisionSpec
 from octet.api_schemas.recipe import RecipeSpec
@@ -141,7 +142,8 @@ class JobSpec(Contract):
     def next_rung(self) -> dict[str, Any]:
         """The merge patch with which the job goes on at the next level of its ladder."""
         level, *ladder = self.precision.ladder
-        return {"precision": {"level": level, "ladder": ladder}}
+        limits = {} if LEVELS[level].has_own_fp8 else {"demotion": None}  # nothing is in FP8 there that could leave it
+        return {"precision": {"level": level, "ladder": ladder, **limits}}
 
     def _check_next_rung(self) -> None:
         """Refuse a ladder with a level at which the rest of the job could not run."""

@@ -30,12 +30,25 @@ TORCHAO_RECIPES = {
 
 
 class DemotionSpec(Contract):
-    """Limits for FP8 operands. A layer computes in bf16 for good if an operand breaks a limit `patience` samples in a row."""
+    """Limits for FP8 operands. A layer computes in bf16 if an operand breaks a limit `patience` samples in a row.
+
+    It stays there, unless `recovery` lets it come back.
+    """
 
     max_overflow_ratio: Ratio = Field(default=0.01, description="share of elements clamped to the format's maximum")
     max_underflow_ratio: Ratio = Field(default=0.5, description="share of non-zero elements that became zero")
     min_sqnr_db: float = Field(default=15.0, description="signal to quantization noise; FP8 in range has 25 to 31 dB")
     patience: int = Field(default=3, ge=1)
+    max_layers: Ratio = Field(
+        default=1.0,
+        description="share of the converted layers that may be demoted at once; beyond it the job goes on at the next level of "
+        "precision.ladder, where there is one",
+    )
+    recovery: int = Field(
+        default=0,
+        ge=0,
+        description="samples in a row within all limits after which a demoted layer multiplies in FP8 again; 0: it never does",
+    )
 
 
 class TorchaoSpec(Contract):
@@ -58,8 +71,8 @@ class PrecisionSpec(Contract):
     ladder: tuple[LevelName, ...] = Field(
         default=(),
         max_length=4,
-        description="further levels: if the loss is not finite or diverges, the job goes on at the next one, from its last "
-        "checkpoint before that",
+        description="further levels: if the loss is not finite or diverges, or more layers are demoted than "
+        "demotion.max_layers allows, the job goes on at the next one, from its last checkpoint before that",
     )
     recipe: RecipeSpec | None = Field(default=None, description="scaling of FP8 products; default: the level's recipe")
     include: Globs = Field(default=("*",), description="names of linear layers to convert, as globs")

@@ -65,6 +65,7 @@ class FailureReason(StrEnum):
     NOT_PLANNED = "not_planned"
     NON_FINITE_LOSS = "non_finite_loss"
     DIVERGED = "diverged"
+    FP8_LIMITS = "fp8_limits"
     WRONG_NODE = "wrong_node"
     STORAGE_FULL = "storage_full"
     STORE_UNREACHABLE = "store_unreachable"
@@ -91,7 +92,7 @@ class FailureReason(StrEnum):
     @property
     def calls_for_precision(self) -> bool:
         """True for a failure that another level may not have."""
-        return self in {FailureReason.NON_FINITE_LOSS, FailureReason.DIVERGED}
+        return self in {FailureReason.NON_FINITE_LOSS, FailureReason.DIVERGED, FailureReason.FP8_LIMITS}
 
 
 _TRAITS: dict[FailureReason, tuple[bool, Blame, str]] = {
@@ -117,6 +118,11 @@ _TRAITS: dict[FailureReason, tuple[bool, Blame, str]] = {
         False,
         Blame.JOB,
         "Lower training.optimizer.learning_rate, lengthen training.schedule.warmup_steps or set training.gradient_clip.",
+    ),
+    FailureReason.FP8_LIMITS: (
+        False,
+        Blame.JOB,
+        "Name further levels in precision.ladder, or raise precision.demotion.max_layers.",
     ),
     FailureReason.WRONG_NODE: (
         True,

@@ -112,6 +112,19 @@ def test_a_job_climbs_its_ladder_when_the_loss_is_off(world: World, reason: Fail
     check_invariants(world)
 
 
+def test_a_rung_without_fp8_has_no_limits_of_fp8(world: World) -> None:
+    demotion = {"patience": 1, "max_layers": 0.5}
+    job_id, rank = world.start(precision=LADDER | {"demotion": demotion})
+    for level, limits in (("O2", 0.5), ("bf16-amp", None)):
+        rank.send(OFF[FailureReason.FP8_LIMITS])
+        found = world.job(job_id).spec.precision
+        assert (found.level, found.demotion and found.demotion.max_layers) == (level, limits)
+        world.dispatch()
+        world.dispatch()
+        rank = world.rank_of(job_id)
+        rank.begin(0)
+
+
 def test_another_failure_climbs_nothing(world: World) -> None:
     job_id = fail(world, precision=LADDER)
     assert world.job(job_id).spec.precision.level == "O3-split"

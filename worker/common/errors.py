@@ -44,6 +44,10 @@ class Diverged(RankError):
     reason = FailureReason.DIVERGED
 
 
+class LimitsBroken(RankError):
+    reason = FailureReason.FP8_LIMITS
+
+
 class WrongNode(RankError):
     reason = FailureReason.WRONG_NODE
 

@@ -1,5 +1,7 @@
 """Run what converted layers need between two optimizer steps: close amax windows, collect samples, demote layers by rule.
 
+A demoted layer comes back to FP8 where the limits have a `recovery`: its samples then tell how FP8 would hold its operands.
+
 On an accelerator a sample is read `STEPS_LATE` optimizer steps after it was taken, when it has long arrived on the host, so
 that no step waits. A state dict, a copy and `fp8_statistics` read what is still under way. On the CPU it is read at once.
 """
@@ -36,6 +38,17 @@ class LayerDemoted:
 
 
 @dataclass(frozen=True)
+class LayerRecovered:
+    """The event: from `step` on, `layer` multiplies in FP8 again."""
+
+    step: int
+    layer: str
+
+
+HealthEvent = LayerDemoted | LayerRecovered
+
+
+@dataclass(frozen=True)
 class _UnderWay:
     """Samples that are copied to the host: where each was taken, and when to read them. step: optimizer steps so far."""
 
@@ -51,10 +64,12 @@ class StepKeeper:
         self,
         layers: dict[str, Float8Linear],
         limits: DemotionSpec | None = None,
-        on_event: Callable[[LayerDemoted], None] | None = None,
+        on_event: Callable[[HealthEvent], None] | None = None,
     ) -> None:
-        """limits: what a layer must break to be demoted. on_event: called with each demotion."""
+        """limits: what a layer must break to be demoted. on_event: called with each demotion and each recovery."""
         self.layers, self.limits, self.on_event = layers, limits, on_event
+        for layer in layers.values():
+            layer.may_recover = limits is not None and limits.recovery > 0
         self.samples: list[OperandSample] = []
         """The newest samples that were read."""
         self.counts_steps = True
@@ -120,17 +135,33 @@ class StepKeeper:
             return
         self.samples = samples
         if self.limits is not None:
-            self._demote_by(self.limits)
+            self._judge_by(self.limits)
 
-    def _demote_by(self, limits: DemotionSpec) -> None:
+    def _judge_by(self, limits: DemotionSpec) -> None:
         for name, layer in self.layers.items():
             found = [(sample, _breach(sample, limits)) for sample in self.samples if sample.layer == name]
             breaches = [(sample.operand, reason) for sample, reason in found if reason]
+            if layer.fallback is Fallback.DEMOTED:
+                if found:
+                    self._count_calm(name, layer, limits.recovery, is_calm=not breaches)
+                continue
             layer.num_breaches = layer.num_breaches + 1 if breaches else 0
             if layer.num_breaches >= limits.patience and layer.fallback is Fallback.NONE:
                 layer.fallback = Fallback.DEMOTED
-                if self.on_event is not None:
-                    self.on_event(LayerDemoted(layer.num_steps, name, *breaches[0]))
+                self._tell(LayerDemoted(layer.num_steps, name, *breaches[0]))
+
+    def _count_calm(self, name: str, layer: Float8Linear, recovery: int, *, is_calm: bool) -> None:
+        """Count a sample of a demoted layer, and bring the layer back after enough calm ones in a row."""
+        layer.num_breaches = min(layer.num_breaches, 0) - 1 if is_calm else 0
+        if layer.num_breaches <= -recovery:
+            for scaling in layer.scalings().values():
+                scaling.restart()
+            layer.num_breaches, layer.fallback = 0, Fallback.NONE
+            self._tell(LayerRecovered(layer.num_steps, name))
+
+    def _tell(self, event: HealthEvent) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a model does not report to the original's listener."""

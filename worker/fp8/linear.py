@@ -70,6 +70,10 @@ class Float8Linear(nn.Module):
     """Gradient roundings before this run: an elastic job may accumulate in fp32 now, and in FP8 again later."""
     gathers_codes = False
     """True if FSDP2 gathers the weight as codes (`gathered.py`)."""
+    may_recover = False
+    """True if samples are taken of a demoted layer too, which may bring it back to FP8."""
+    is_probed = False
+    """True if the next pass, in bf16, measures the operands as FP8 would hold them. Set with the plan."""
 
     def __init__(
         self,
@@ -94,7 +98,7 @@ class Float8Linear(nn.Module):
         self.grad_output_scaling = OperandScaling(recipe, recipe.grad_output, device)
         self.gradient_position, self.statistics_every = gradient_position, statistics_every
         self.activation: str | None = None  # what comes right before it in its sequence; one of kernels' ACTIVATIONS
-        self.num_breaches = 0  # samples in a row that broke a limit
+        self.num_breaches = 0  # samples in a row that broke a limit; below 0: that many in a row kept all, once demoted
         self.fallback = Fallback.NONE
         if encoded_weight is not None:
             hold_encoded(self.weight, encoded_weight)
@@ -109,6 +113,11 @@ class Float8Linear(nn.Module):
         # Not `self.weight`: a parametrization computes it at each read, and spectral_norm's iterates then.
         if plan.holds_codes and not is_float8_weight(self._parameters.get("weight")):
             plan = self.values_plan
+        if self.is_probed:
+            return self._probed(input, plan, takes_over_activation=takes_over_activation)
+        return self._output(input, plan, takes_over_activation=takes_over_activation)
+
+    def _output(self, input: Tensor, plan: LinearPlan, *, takes_over_activation: bool) -> Tensor:
         if not plan.high_precision:
             return self._multiplied(input, plan, takes_over_activation=takes_over_activation)
         output_dtype = activation_dtype(input)
@@ -119,6 +128,22 @@ class Float8Linear(nn.Module):
                 input = kernels.ACTIVATIONS[self.activation].forward(input)
             weight_NK = self.weight.t() if self.is_transposed else self.weight
             return half_linear(input, weight_NK, self.bias, torch.bfloat16).to(output_dtype)
+
+    def _probed(self, input: Tensor, plan: LinearPlan, *, takes_over_activation: bool) -> Tensor:
+        """The output in bf16, while the three operands are measured as FP8 would hold them."""
+        output = self._output(input, plan, takes_over_activation=takes_over_activation)
+        if not input.numel():
+            return output
+        with torch.no_grad():
+            input_TK = input.detach().reshape(-1, self.in_features)
+            if takes_over_activation and self.activation is not None:
+                input_TK = kernels.ACTIVATIONS[self.activation].forward(input_TK)
+            self.input_scaling.probe(input_TK)
+            if not plan.multiplies_codes:
+                is_decoded = plan.held_as is HeldAs.DECODED
+                held = Operand(self.weight_values()) if is_decoded else self.held_weight(self.weight, plan)
+                self.weight_scaling.probe(held.data.detach(), held.dequant_scale)
+        return ProbedGradient.apply(output, self.grad_output_scaling)
 
     def _multiplied(
         self, input: Tensor, plan: LinearPlan, output_dtype: torch.dtype | None = None, *, takes_over_activation: bool
@@ -288,6 +313,8 @@ class Float8Linear(nn.Module):
                 is_sampled=self.is_sampled and self.training,
                 keeps_products=self.keeps_products,
             )
+        is_demoted = self.fallback is Fallback.DEMOTED
+        vars(self)["is_probed"] = self.may_recover and is_demoted and self.is_sampled and self.training
 
     def _held_as(self) -> HeldAs:
         if self.gathers_codes:
@@ -493,6 +520,21 @@ class Float8Products(torch.autograd.Function):
         elif needs_bias:
             grad_bias_N = grad_output_TN.sum(0).to(ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias_N, None, None
+
+
+class ProbedGradient(torch.autograd.Function):
+    """The identity; its backward pass measures the gradient as FP8 would hold it."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, scaling: OperandScaling) -> Tensor:
+        ctx.scaling = scaling
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        ctx.scaling.probe(grad_output.reshape(-1, grad_output.shape[-1]))
+        return grad_output, None
 
 
 def _output(

@@ -151,6 +151,17 @@ class OperandScaling(KeepsDtypes):
         assert codes is not None
         return Operand(codes.codes, codes.dequant_scale)
 
+    def probe(self, x: Tensor, stored_scale: Tensor | None = None) -> None:
+        """Measure how FP8 would hold x, or x * stored_scale, by a scale of its own amax. No window is updated."""
+        if self.is_sampled and self.training:
+            quantized = self._by_own_amax(x, "rows", None)
+            self._sample(x, quantized.rows, None, stored_scale)
+
+    def restart(self) -> None:
+        """Forget past steps, as at the start of a run: their window is too old."""
+        for name in REMEMBERED if self.has_window else ():
+            self.get_buffer(name).zero_()
+
     def remember_amax(self, amax: Tensor) -> None:
         """Remember an operand that others have quantized by its amax, fp32 ()."""
         if self.has_window and self.training:

@@ -13,7 +13,7 @@ from octet.api_schemas.recipe import GemmName
 from octet.worker.fp8.recipe import ALL_GEMMS, Recipe
 from octet.worker.kernels import LinearFormats, ScaleKind
 
-PLANNED_BY = frozenset(("training", "fallback", "activation", "weight", "gathers_codes", "keeps_products"))
+PLANNED_BY = frozenset(("training", "fallback", "activation", "weight", "gathers_codes", "keeps_products", "may_recover"))
 """The attributes of a layer that its plan depends on. It is also sampled in some steps (`Float8Linear.start_step`)."""
 
 

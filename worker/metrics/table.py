@@ -205,10 +205,10 @@ class Metrics:
             case _:
                 pass  # phases, logs and events are not numbers
 
-    def observe_demotion(self) -> None:
-        """Count one layer fewer in FP8 and one more demoted."""
-        self.add("octet_layers", -1, "converted")
-        self.add("octet_layers", 1, "demoted")
+    def observe_demotions(self, number: int) -> None:
+        """Count so many layers fewer in FP8 and as many more demoted; below 0: that came back."""
+        self.add("octet_layers", -number, "converted")
+        self.add("octet_layers", number, "demoted")
 
     def observe_memory(self, num_bytes: Mapping[str, int]) -> None:
         for kind, value in num_bytes.items():

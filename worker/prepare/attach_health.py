@@ -11,7 +11,7 @@ from octet.api_schemas import PrecisionSpec
 from octet.api_schemas.levels import LEVELS
 from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.fsdp import holds_codes, is_shard
-from octet.worker.fp8.health import LayerDemoted, StepKeeper
+from octet.worker.fp8.health import HealthEvent, StepKeeper
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.loss_scaling import LossScaling, scale_losses
 from octet.worker.fp8.statistics import OperandSample
@@ -56,7 +56,7 @@ def attach_health(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     precision: PrecisionSpec,
-    on_event: Callable[[LayerDemoted], None] | None,
+    on_event: Callable[[HealthEvent], None] | None,
 ) -> StepKeeper | None:
     """Let the FP8 layers do after each step of the optimizer what their recipe needs done."""
     recipe = precision.resolved_recipe

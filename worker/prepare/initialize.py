@@ -24,7 +24,7 @@ from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.gate_forward import carry_activations
 from octet.worker.fp8.gathered import gather_in_fp8
-from octet.worker.fp8.health import LayerDemoted, StepKeeper
+from octet.worker.fp8.health import HealthEvent, StepKeeper
 from octet.worker.fp8.loss_scaling import STATE_BUFFER
 from octet.worker.fp8.norm_forward import carry_norms
 from octet.worker.fp8.norms import replace_norms
@@ -60,7 +60,7 @@ def initialize(
     optimizer_name: str | None = None,
     seed: int = 0,
     tokens: int | None = None,
-    on_event: Callable[[LayerDemoted], None] | None = None,
+    on_event: Callable[[HealthEvent], None] | None = None,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Convert `model` to a level; return it with an optimizer that holds states in its formats.
@@ -125,7 +125,7 @@ def prepare(
     *,
     seed: int = 0,
     tokens: int | None = None,
-    on_event: Callable[[LayerDemoted], None] | None = None,
+    on_event: Callable[[HealthEvent], None] | None = None,
     source: WeightSource | None = None,
 ) -> Prepared:
     """Check everything, convert the model, then make its optimizer.

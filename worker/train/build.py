@@ -11,7 +11,7 @@ from octet.api_schemas import EventReport, ReportBody
 from octet.worker.checkpoint.host_copies import HostCopies
 from octet.worker.common.config import TrainConfig
 from octet.worker.fp8.convert import ConversionReport
-from octet.worker.fp8.health import LayerDemoted, StepKeeper
+from octet.worker.fp8.health import HealthEvent, LayerDemoted, StepKeeper
 from octet.worker.mesh import Mesh
 from octet.worker.metrics.table import Metrics
 from octet.worker.models.flops import flops_per_token
@@ -80,7 +80,7 @@ def build(config: TrainConfig, mesh: Mesh, copies: HostCopies, tell: Tell, metri
         config.precision,
         seed=config.seed,
         tokens=config.tokens_per_pass,
-        on_event=partial(_report_demotion, tell, metrics, mesh),
+        on_event=partial(_report_health, tell, metrics, mesh),
         source=started.source,
     )
     model = prepared.model
@@ -99,9 +99,13 @@ def build(config: TrainConfig, mesh: Mesh, copies: HostCopies, tell: Tell, metri
     return JobModel(model, optimizer, prepared.report, parallel, average, prepared.health, compiling, graph, flops)
 
 
-def _report_demotion(tell: Tell, metrics: Metrics, mesh: Mesh, event: LayerDemoted) -> None:
-    """Count a demoted layer and report it. Each stage of a pipeline has layers of its own."""
-    metrics.observe_demotion()
-    message = f"layer {event.layer!r} computes in bf16 from step {event.step} on: {event.operand} {event.reason}"
-    body = EventReport(type="layer.demoted", message=message, data={"layer": event.layer, "step": event.step})
+def _report_health(tell: Tell, metrics: Metrics, mesh: Mesh, event: HealthEvent) -> None:
+    """Count a layer that was demoted or came back, and report it. Each stage of a pipeline has layers of its own."""
+    if isinstance(event, LayerDemoted):
+        metrics.observe_demotions(1)
+        kind, change = "layer.demoted", f"computes in bf16 from step {event.step} on: {event.operand} {event.reason}"
+    else:
+        metrics.observe_demotions(-1)
+        kind, change = "layer.recovered", f"multiplies in FP8 again from step {event.step} on"
+    body = EventReport(type=kind, message=f"layer {event.layer!r} {change}", data={"layer": event.layer, "step": event.step})
     tell(body, is_sent=mesh.stage.is_first)

@@ -149,8 +149,7 @@ class Trainer:
             flops_per_token=self.job.flops_per_token,
         )
         self._tell(train_reports.started(self.config, self.mesh, self.job, self.progress.step, self.num_steps))
-        for _ in range(train_reports.num_demoted(self.model)):
-            self.metrics.observe_demotion()
+        self.metrics.observe_demotions(train_reports.num_demoted(self.model))
         if self.exporter is not None:  # an attempt may have ended before it exported one
             self.exporter.add_all(ref.step for ref in checkpoints if ref.step <= self.progress.step)
         if not self.progress.step:
@@ -271,8 +270,8 @@ class Trainer:
     def _report(self, reading: Reading, stop: Stopped | None = None) -> None:
         """Report the steps that were read.
 
-        Raises what stops the run: a rank's order to stop, or a loss that makes no sense. Notes an order that lets the
-        ranks save a checkpoint first.
+        Raises what stops the run: a rank's order to stop, a loss that makes no sense, or too few layers in FP8. Notes an order
+        that lets the ranks save a checkpoint first.
         """
         is_stopping = reading.num_stopping > 0 or (stop is not None and self.mesh.world.size == 1)
         steps = (*reading.steps, *self.log.flush().steps) if is_stopping else reading.steps
@@ -288,6 +287,8 @@ class Trainer:
             self._tell(train_reports.step_report(step, self.config.tokens_per_step), at=step.at)
             if warning := self.progress.note_loss(step.step, step.loss, self.num_steps):
                 self._tell(EventReport(type="training.diverging", message=warning, data={"loss": step.loss}))
+        if self.job.health is not None:
+            train_reports.check_limits(self.config.precision, self.mesh, self.job)
         if straggler := self.mesh.new_straggler():
             self._tell(train_reports.straggler_event(straggler))
         self.is_save_due |= reading.is_save_due

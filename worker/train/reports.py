@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from octet.api_schemas import EventReport, JobSummary, JsonScalar, MeasuredReport, StartedReport, StepReport
+from octet.api_schemas import EventReport, JobSummary, JsonScalar, MeasuredReport, PrecisionSpec, StartedReport, StepReport
 from octet.api_schemas.measured import MAX_LAYERS, LayerHealth, MemoryBytes
 from octet.worker.common.config import TrainConfig
+from octet.worker.common.errors import LimitsBroken
 from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.experts import has_experts
 from octet.worker.fp8.fallback import Fallback
@@ -34,6 +35,22 @@ LARGEST_EXPONENT = math.log(sys.float_info.max)
 def num_demoted(model: nn.Module) -> int:
     """Count the layers of a model that were demoted to bf16."""
     return _count_fallbacks(model)[Fallback.DEMOTED]
+
+
+def check_limits(precision: PrecisionSpec, mesh: Mesh, job: JobModel) -> None:
+    """Raise LimitsBroken if more layers are demoted than may be, where the job has a level to go on at.
+
+    Every rank calls it in the same steps.
+    """
+    most = precision.demotion.max_layers if precision.demotion is not None and precision.ladder else 1.0
+    if most == 1.0:
+        return
+    demoted, converted = mesh.pipeline.sum(num_demoted(job.model), len(job.conversion.converted))
+    if demoted > most * converted:
+        raise LimitsBroken(
+            f"{demoted:.0f} of {converted:.0f} layers left FP8, more than precision.demotion.max_layers allows ({most:.0%}). "
+            "Their events layer.demoted name the limits that they broke."
+        )
 
 
 def _count_fallbacks(model: nn.Module) -> Counter[Fallback]:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octet.api_schemas.precision import PrecisionSpec
 from octet.worker import follow_optimizer, fp8_statistics, initialize
 from octet.worker.fp8.fallback import Fallback
-from octet.worker.fp8.health import LayerDemoted
+from octet.worker.fp8.health import LayerDemoted, LayerRecovered
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.stored import exact_state_dict
@@ -289,3 +289,82 @@ def test_a_copy_is_silent() -> None:
     assert twin[0].fallback is Fallback.DEMOTED
     assert pair[0][0].fallback is Fallback.NONE
     assert events == []
+
+
+RECOVERS = {"statistics_every": 1, "demotion": {"patience": 1, "recovery": 3}}
+
+
+@pytest.mark.parametrize(
+    ("opt_level", "recipe"),
+    [
+        ("te", None),
+        ("te", {"scaling": "delayed", "amax_history_length": 4}),
+        ("O2", None),
+        ("O3", None),
+        ("O3-split", None),
+    ],
+)
+def test_a_calm_layer_comes_back_to_fp8(opt_level: str, recipe: dict[str, Any] | None) -> None:
+    events: list[LayerDemoted | LayerRecovered] = []
+    options = RECOVERS | ({"recipe": recipe} if recipe else {})
+    model, optimizer = make(opt_level=opt_level, on_event=events.append, **options)
+    if recipe and recipe.get("scaling") == "delayed":
+        for _ in range(4):  # a full window, by which the outlier is clamped
+            step(model, optimizer, gaussian())
+    layer = model[0]
+    step(model, optimizer, spiked())
+    assert layer.fallback is Fallback.DEMOTED
+    calm = [gaussian(0), gaussian(1), spiked(), gaussian(2), gaussian(3), gaussian(4)]
+    found = []
+    for input in calm:
+        step(model, optimizer, input)
+        found.append(layer.fallback)
+    assert found == [Fallback.DEMOTED] * 5 + [Fallback.NONE]
+    assert [(type(event), event.layer) for event in events] == [(LayerDemoted, "0"), (LayerRecovered, "0")]
+    assert events[1].step == events[0].step + 6
+    twin, _ = make(opt_level=opt_level, **options)
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(model(gaussian(5)), twin(gaussian(5)))
+    assert "demoted" not in repr(layer)
+
+
+@pytest.mark.parametrize("opt_level", ["te", "O2"])
+def test_a_demoted_layer_that_may_recover_is_measured_and_computes_the_same(opt_level: str) -> None:
+    model, optimizer = make(opt_level=opt_level, **RECOVERS)
+    twin, twin_optimizer = make(opt_level=opt_level, statistics_every=1, demotion={"patience": 1})
+    for input in (spiked(), gaussian(1)):
+        step(model, optimizer, input)
+        step(twin, twin_optimizer, input)
+    for name, value in model.named_parameters():
+        assert torch.equal(value, twin.get_parameter(name)), name
+    assert {(sample.layer, sample.operand) for sample in fp8_statistics(model)} == {
+        (layer, operand) for layer in ("0", "2") for operand in ("input", "weight", "grad_output")
+    }
+    assert {sample.layer for sample in fp8_statistics(twin)} == {"2"}
+    [sample] = [each for each in fp8_statistics(model) if (each.layer, each.operand) == ("0", "input")]
+    assert sample.amax == gaussian(1).abs().max().item()
+
+
+def test_calm_samples_are_counted_across_a_checkpoint() -> None:
+    model, optimizer = make(**RECOVERS)
+    for input in (spiked(), gaussian(1), gaussian(2)):
+        step(model, optimizer, input)
+    restored, its_optimizer = make(**RECOVERS)
+    restored.load_state_dict(model.state_dict())
+    assert restored[0].fallback is Fallback.DEMOTED
+    step(restored, its_optimizer, gaussian(3))
+    assert restored[0].fallback is Fallback.NONE
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+def test_a_compiled_layer_comes_back_too() -> None:
+    model, optimizer = make(opt_level="te", auto_filter=False, **RECOVERS)
+    twin, twin_optimizer = make(opt_level="te", auto_filter=False, **RECOVERS)
+    compiled = torch.compile(model, backend="aot_eager")
+    for input in (spiked(), gaussian(1), gaussian(2), gaussian(3), gaussian(4)):
+        step(compiled, optimizer, input)  # type: ignore[arg-type]
+        step(twin, twin_optimizer, input)
+        assert model[0].fallback is twin[0].fallback
+        assert fp8_statistics(model) == fp8_statistics(twin)
+    assert model[0].fallback is Fallback.NONE
+    assert torch.equal(model[0].weight, twin[0].weight)

@@ -16,7 +16,9 @@ from octet.api_schemas import (
 )
 from octet.api_schemas.levels import LEVELS
 from octet.worker.common.config import RankEnv, resolve
-from octet.worker.common.errors import Cancelled, Diverged, NonFiniteLoss
+from octet.worker.common.errors import Cancelled, Diverged, LimitsBroken, NonFiniteLoss
+from octet.worker.fp8.fallback import Fallback
+from octet.worker.fp8.linear import Float8Linear
 from octet.worker.mesh import Mesh
 from octet.worker.optim.schedule import learning_rate_at
 from octet.worker.train.loop import Trainer
@@ -167,3 +169,39 @@ def test_the_schedule_warms_up_and_ends_at_its_fraction(spec_document: dict[str,
 def test_a_world_of_another_size_is_refused(spec_document: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"resources\.workers"):
         resolve(JobSpec.model_validate(spec_document), RankEnv(world_size=2))
+
+
+@pytest.mark.parametrize("ladder", [["te"], []])
+def test_a_job_whose_layers_leave_fp8_ends_where_it_has_another_level(
+    tmp_path: Path, spec_document: dict[str, Any], ladder: list[str]
+) -> None:
+    document = with_training(spec_document, steps=4)
+    limits = {"patience": 2, "min_sqnr_db": 60, "max_layers": 0.5}
+    document["precision"] = {"level": "O2", "ladder": ladder, "statistics_every": 1, "demotion": limits}
+    if ladder:
+        with pytest.raises(LimitsBroken, match=r"precision.demotion.max_layers allows \(50%\)"):
+            train(document, tmp_path)
+    else:
+        recorder, _ = train(document, tmp_path)
+        assert [report.step for report in recorder.of(StepReport)] == [1, 2, 3, 4]
+
+
+def test_a_layer_that_comes_back_is_reported_and_leaves_no_step_in_the_curve(
+    tmp_path: Path, spec_document: dict[str, Any]
+) -> None:
+    losses = []
+    for is_demoted in (False, True):
+        document = with_training(spec_document, steps=8)
+        document["precision"] = {"level": "O2", "statistics_every": 1, "demotion": {"recovery": 3}}
+        with Mesh(RankEnv(), torch.device("cpu")) as mesh:
+            config = resolve(JobSpec.model_validate(document), RankEnv())
+            trainer = Trainer(config, mesh, recorder := Recorder(), tmp_path / str(is_demoted))
+            layers = [layer for layer in trainer.model.modules() if isinstance(layer, Float8Linear)]
+            layers[0].fallback = Fallback.DEMOTED if is_demoted else Fallback.NONE
+            trainer.run(())
+        losses.append(torch.tensor(recorder.losses()))
+        events = [event.data["step"] for event in recorder.of(EventReport) if event.type == "layer.recovered"]
+        assert events == ([2] if is_demoted else [])
+        assert layers[0].fallback is Fallback.NONE
+    assert not torch.equal(*losses)
+    torch.testing.assert_close(*losses, rtol=2e-3, atol=0)
