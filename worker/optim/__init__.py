@@ -1,8 +1,7 @@
 """Optimizers whose states, weights and gradients are held in few bits: a walker over stored tensors, and rules for it."""
 
-from octet.worker.optim.adopt import REPRESENTABLE, adopt
+from octet.worker.optim.adopt import REPRESENTABLE, adopt, check_adoptable
 from octet.worker.optim.build import build_optimizer, make_by_name
-from octet.worker.optim.check import check_adoptable
 from octet.worker.optim.clip import clip_grad_norm_
 from octet.worker.optim.held import HeldParameter
 from octet.worker.optim.offload import offload_optimizer

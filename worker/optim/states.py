@@ -1,6 +1,6 @@
 """The data of a low-bit optimizer: for each parameter its stored weight, its range of elements, and its states.
 
-This is a torch optimizer without a step. `stepper.py` steps the parameters, by kernels or by plain
+This is a torch optimizer without a step. `optimizer.py` steps the parameters, by kernels or by plain
 torch; `sharding.py` changes which elements a rank holds; `held` returns a read-only view of one
 parameter.
 """

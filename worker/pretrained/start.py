@@ -1,6 +1,6 @@
 """Start a job's model: from random values, or from a folder, whose weights are read as the level converts them.
 
-Where ranks divide the model it is started without values, and no rank ever holds it whole (`values.py`).
+Where ranks divide the model it is started without values, and no rank ever holds it whole (`parallel/parallel.py`).
 """
 
 import logging

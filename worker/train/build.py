@@ -7,14 +7,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from octet.api_schemas import EventReport, ReportBody
+from octet.api_schemas import EventReport, FamilySizes, ReportBody
 from octet.worker.checkpoint.host_copies import HostCopies
 from octet.worker.common.config import TrainConfig
 from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.health import LayerDemoted, StepKeeper
 from octet.worker.mesh import Mesh
 from octet.worker.metrics.table import Metrics
-from octet.worker.models.flops import flops_per_token
 from octet.worker.optim import build_optimizer
 from octet.worker.optim.schedule import parameter_groups
 from octet.worker.parallel import Parallel, on_mesh
@@ -105,3 +104,30 @@ def _report_demotion(tell: Tell, metrics: Metrics, mesh: Mesh, event: LayerDemot
     message = f"layer {event.layer!r} computes in bf16 from step {event.step} on: {event.operand} {event.reason}"
     body = EventReport(type="layer.demoted", message=message, data={"layer": event.layer, "step": event.step})
     tell(body, is_sent=mesh.stage.is_first)
+
+
+def flops_per_token(sizes: FamilySizes, model: nn.Module, sequence_length: int) -> float:
+    """FLOPs of the model for one token, forward and backward, without recomputation. Call it before conversion."""
+    counted = sizes.flops_per_token(sequence_length)
+    return linear_flops_per_token(model) if counted is None else counted
+
+
+def linear_flops_per_token(model: nn.Module) -> float:
+    """FLOPs of the linear layers for one token, forward and backward: 6 for each element of a weight, 4 of a frozen one.
+
+    An expert counts by the share of the tokens that it sees. Attention's products with each other, convolutions and experts of
+    other classes than transformers' are not counted, so a utilization computed from this number is too low rather than too
+    high. Call it before conversion.
+    """
+    shares = {module.weight: 1.0 for module in model.modules() if isinstance(module, nn.Linear)}
+    for module in model.modules():
+        if (share := _share_of_tokens(module)) is not None:
+            named = module.named_parameters()
+            shares |= {weight: share for name, weight in named if weight.dim() > 1 and not name.endswith("bias")}
+    return sum((6.0 if weight.requires_grad else 4.0) * share * weight.numel() for weight, share in shares.items())
+
+
+def _share_of_tokens(module: nn.Module) -> float | None:
+    """Return the share that each of a mixture's experts sees, on average; None for other modules than transformers' experts."""
+    num_of_token = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
+    return num_of_token / module.num_experts if num_of_token and {"num_experts", "has_gate"} <= vars(module).keys() else None
