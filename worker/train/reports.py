@@ -23,8 +23,7 @@ from octet.worker.mesh.stragglers import Straggler
 from octet.worker.metrics.device import no_peak_event
 from octet.worker.metrics.memory import fp32_report, host_bytes, memory_report
 from octet.worker.models.blocks import repeated_blocks
-from octet.worker.train.average import MovingAverage
-from octet.worker.train.build import JobModel
+from octet.worker.train.build import JobModel, MovingAverage
 from octet.worker.train.log import FinishedStep
 from octet.worker.train.progress import Progress
 
