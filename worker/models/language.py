@@ -11,7 +11,21 @@ from octet.worker.mesh import Axis
 from octet.worker.models.context import ContextPart
 from octet.worker.models.cross_entropy import IGNORED, chunks, cross_entropy
 from octet.worker.models.linear_cross_entropy import DeferredLogits
-from octet.worker.models.model import Losses
+from octet.worker.models.model import Losses, TrainedModel
+
+
+class LanguageModel(TrainedModel):
+    """Base of our networks that map tokens to logits of the next token."""
+
+    def loss(self, batch: Mapping[str, Tensor], **of_part: Any) -> Losses:
+        """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once.
+
+        of_part: `part` and `hidden_BTD` of `forward`, for the last part.
+        """
+        logits_BTV = self(batch["tokens"], batch.get("documents"), **of_part)
+        return next_token_losses(
+            logits_BTV, batch, with_metrics=not self.training, vocabulary=self.vocabulary, context=self.context
+        )
 
 
 def next_token_losses(

@@ -10,7 +10,7 @@ from octet.worker.fp8.casts import TRAINABLE_DTYPES
 from octet.worker.optim.optimizer import LowBitOptimizer
 from octet.worker.optim.registry import OPTIMIZERS
 from octet.worker.optim.rules.adam import LowBitAdamW
-from octet.worker.optim.saved_states import check_states
+from octet.worker.optim.shards import check_states
 
 REPRESENTABLE: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, *OPTIMIZERS)
 _UNREPRESENTABLE_OPTIONS = ("amsgrad", "differentiable")

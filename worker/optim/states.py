@@ -25,8 +25,20 @@ from octet.worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, z
 from octet.worker.optim.host_states import HostStates
 from octet.worker.optim.origin import Origin, is_small
 from octet.worker.optim.rules.rule import Defaults, Group, Rule
-from octet.worker.optim.saved_states import CUT, NUMBERS, check_parts, check_states, copy_parts, entries_of_piece, wrong_dtype
-from octet.worker.optim.shards import Shards, as_shards, local_parts, origin_of, take_rows
+from octet.worker.optim.shards import (
+    CUT,
+    NUMBERS,
+    Shards,
+    as_shards,
+    check_parts,
+    check_states,
+    copy_parts,
+    entries_of_piece,
+    local_parts,
+    origin_of,
+    take_rows,
+    wrong_dtype,
+)
 from octet.worker.optim.weights import (
     Bf16Weight,
     CodesWeight,
