@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from octet.api_schemas import FailureReason, PoolConfig
 from octet.service import store
 from octet.service.db.bulk import Transaction
-from octet.service.scheduling.decide import PoolState, Queued, Space
+from octet.service.scheduling.decide import PoolState, Space
 from octet.service.settings import Settings
+from octet.service.store.queue import QueuedJob
 
 
 def read_pools(
@@ -37,7 +38,7 @@ def read_pools(
     ]
 
 
-def space_for(queue: Iterable[Queued], settings: Settings) -> Space | None:
+def space_for(queue: Iterable[QueuedJob], settings: Settings) -> Space | None:
     """Measure the file system of the data folder. None if no job waits for space, or if this process has no such folder."""
     if all(job.former_reason is not FailureReason.STORAGE_FULL for job in queue):
         return None
