@@ -7,9 +7,9 @@ if __name__ != "octet.api_schemas":
     raise ImportError("import octet.api_schemas, not api_schemas", name=__name__)
 
 
-from octet.api_schemas.alert import Alert
 from octet.api_schemas.attempt import Attempt, Checkpoint, CheckpointFile, Event, LogLine, MetricPoint
 from octet.api_schemas.base import Contract, JsonScalar, Page, SpecConflict, Timestamp, refusal, rfc3339
+from octet.api_schemas.catalog import Alert
 from octet.api_schemas.data import ANY_FILE, DataSpec, Files, Needs, SourceSpec, TextSpec
 from octet.api_schemas.export import Export, ExportSpec
 from octet.api_schemas.inputs import ImageInput, Task, TokenInput, tokens_per_sample

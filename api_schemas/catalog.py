@@ -1,11 +1,11 @@
 """The models that a job can name: families, presets, and the bytes that each preset takes at each level (`GET /v1/models`)."""
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
-from octet.api_schemas.base import Contract
+from octet.api_schemas.base import Contract, Timestamp
 from octet.api_schemas.inputs import METRICS, Task
 from octet.api_schemas.job import JobSpec
 from octet.api_schemas.levels import LEVELS
@@ -73,3 +73,31 @@ def _bytes_held(family: str, preset: str, sizes: FamilySizes, level: str) -> int
         "training": {"steps": 1},
     }
     return sum(states_of(JobSpec.model_validate(job), sizes).held.values())
+
+
+AlertName = Literal[
+    "OctetNoLeader",
+    "OctetLoopStalled",
+    "OctetLeaseStorm",
+    "OctetJobStuckInQueue",
+    "OctetJobNoHeartbeat",
+    "OctetCheckpointTooOld",
+]
+Severity = Literal["critical", "warning"]
+
+
+class Alert(Contract):
+    """A rule of `deploy/prometheus/rules/octet.yml` that fires now. `job_id`, `pool` or `loop` is what it fires for."""
+
+    object: Literal["alert"] = "alert"
+    name: AlertName
+    severity: Severity
+    since: Timestamp | None = Field(
+        description="when it began: the job was queued, the last report, checkpoint or renewal came; null if nothing says so"
+    )
+    job_id: str | None = None
+    job_name: str | None = None
+    pool: str | None = None
+    loop: str | None = None
+    summary: str
+    runbook: str = Field(description="what to do: a link where the operator has set one, or else the place in the repository")

@@ -42,7 +42,7 @@ from octet.worker.common.config import RankEnv, resolve
 from octet.worker.data import open_source
 from octet.worker.data.prefetch import on_device
 from octet.worker.models import TrainedModel
-from octet.worker.optim.build import build_optimizer
+from octet.worker.optim.registry import build_optimizer
 from octet.worker.optim.schedule import learning_rate_at, parameter_groups, set_learning_rate
 from octet.worker.pretrained.start import start_model
 from octet.worker.rank import main as job

@@ -5,7 +5,8 @@ import ipaddress
 import json
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
 import httpx
@@ -14,7 +15,49 @@ from pydantic import ValidationError
 from octet.api_schemas import Contract, Problem
 from octet.api_schemas.problem import CONTENT_TYPE
 from octet.client.errors import ApiError, ConnectionFailed, OctetError, UnexpectedAnswer
-from octet.client.sse import ServerSentEvent, parse_sse
+
+# Server-sent events, as the WHATWG HTML standard (section 9.2) defines the stream. Lines are split on bytes:
+# `httpx.Response.iter_lines` would also split at U+2028 and its like, which JSON may hold.
+
+
+@dataclass(frozen=True)
+class ServerSentEvent:
+    """One dispatched event. `id` is the last id that the stream has named so far, "" before the first."""
+
+    event: str
+    data: str
+    id: str
+
+
+def parse_sse(chunks: Iterable[bytes]) -> Iterator[ServerSentEvent]:
+    """Yield each event at its blank line. An event that the end of the stream cuts off is dropped, as it must be."""
+    event, data, last_id = "", list[str](), ""
+    for line in _lines(chunks):
+        if not line:
+            if data:
+                yield ServerSentEvent(event or "message", "\n".join(data), last_id)
+            event, data = "", []
+            continue
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        match field:  # a comment has an empty field name
+            case "event":
+                event = value
+            case "data":
+                data.append(value)
+            case "id" if "\0" not in value:
+                last_id = value
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    pending = b""
+    for chunk in chunks:
+        lines = (pending + chunk).splitlines(keepends=True)
+        # The last line may go on in the next chunk; one that ends in \r too, for \n may follow.
+        pending = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        for line in lines:
+            yield line.rstrip(b"\r\n").decode("utf-8", "replace")
+
 
 Shown = TypeVar("Shown", bound=Contract)
 

@@ -46,7 +46,6 @@ from octet.service.routes import (
     keys,
     operations,
     plans,
-    prometheus,
     records,
     reference,
     rows,
@@ -125,7 +124,7 @@ def _add_routes(app: FastAPI) -> list[BaseRoute]:
     """Add the routes of people and of Prometheus, each with the check of its key. Returns those with errors of ours."""
     parts = (rows, stream, jobs, comparisons, plans, records, curves, exports, files, catalog, operations)
     checked = [(part.router, require_api_key) for part in parts]
-    checked += [(operations.metrics, require_scraper), (prometheus.router, require_scraper)]
+    checked += [(operations.metrics, require_scraper), (operations.targets, require_scraper)]
     checked += [(keys.router, require_admin), (audit.router, require_admin)]
     for router, check in checked:
         app.include_router(router, dependencies=[check], responses=answers(401, 403, 429))

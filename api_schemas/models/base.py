@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar, cast
 
 from pydantic import Field, model_validator
 
@@ -154,7 +154,10 @@ class FamilySpec(Contract):
         """Raise SpecConflict or OSError if the network's files hold weights that a rank could not read."""
 
 
-class SizedSpec(FamilySpec):
+Sizes = TypeVar("Sizes", bound=FamilySizes, covariant=True)
+
+
+class SizedSpec(FamilySpec, Generic[Sizes]):
     """A network by preset, by sizes, or by preset with some sizes changed. A subclass names the fields of its sizes."""
 
     optional_sizes: ClassVar[Mapping[str, str]] = {}
@@ -163,6 +166,11 @@ class SizedSpec(FamilySpec):
     """Default values of sizes set by neither preset nor job."""
 
     preset: str | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        """The preset's sizes, overridden by the sizes that this spec sets."""
+        return cast(Sizes, self.sizes_type.model_validate(self._merged()))
 
     @property
     def title(self) -> str:
@@ -179,7 +187,7 @@ class SizedSpec(FamilySpec):
                 allowed=f"a preset ({', '.join(self.presets)}), or every size",
                 change=f"Set model.preset, or set {', '.join(f'model.{name}' for name in missing)}.",
             )
-        self._resolved().check()
+        self.sizes.check()
         return self
 
     def _merged(self) -> dict[str, Any]:
@@ -197,12 +205,9 @@ class SizedSpec(FamilySpec):
         """Return sizes that follow from others, unless the job sets them. sizes: from preset and job; None where unset."""
         return {}
 
-    def _resolved(self) -> FamilySizes:
-        return self.sizes_type.model_validate(self._merged())
-
 
 @lru_cache(maxsize=256)
-def _merged_sizes(spec: SizedSpec) -> dict[str, Any]:
+def _merged_sizes(spec: SizedSpec[Any]) -> dict[str, Any]:
     """Merge the sizes of a spec, which nobody may change. They are asked for three times while a job is checked."""
     return spec._merge()
 

@@ -75,7 +75,7 @@ def deit_sizes(hidden_size: int, num_layers: int, num_heads: int, images: Images
     return DeiTSizes(hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads, **images._asdict())
 
 
-class DeiTSpec(VisionSpec):
+class DeiTSpec(VisionSpec[DeiTSizes]):
     """A DeiT or ViT by preset, by sizes, or by preset with some sizes changed."""
 
     sizes_type: ClassVar[type[FamilySizes]] = DeiTSizes
@@ -91,8 +91,3 @@ class DeiTSpec(VisionSpec):
     hidden_size: Size | None = None
     num_layers: Size | None = None
     num_heads: Size | None = None
-
-    @property
-    def sizes(self) -> DeiTSizes:
-        """The preset's sizes, overridden by the sizes that this spec sets."""
-        return DeiTSizes.model_validate(self._merged())

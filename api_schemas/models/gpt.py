@@ -104,7 +104,7 @@ def gpt_sizes(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int
     )
 
 
-class GPTSpec(SizedSpec):
+class GPTSpec(SizedSpec[GPTSizes]):
     """A GPT by preset, by sizes, or by preset with some sizes changed.
 
     From 125m on, presets have the widths and depths of GPT-3 (Brown et al. 2020, table 2.1); 13b has width 5120 in place of
@@ -132,8 +132,3 @@ class GPTSpec(SizedSpec):
     num_heads: Size | None = None
     vocab_size: Size | None = None
     max_sequence_length: Size | None = None
-
-    @property
-    def sizes(self) -> GPTSizes:
-        """The preset's sizes, overridden by the sizes that this spec sets."""
-        return GPTSizes.model_validate(self._merged())

@@ -135,7 +135,7 @@ def llama_sizes(
     )
 
 
-class LlamaSpec(SizedSpec):
+class LlamaSpec(SizedSpec[LlamaSizes]):
     """A Llama by preset, by sizes, or by preset with some sizes changed. Presets have the sizes of Llama 3.2 and 3.1."""
 
     sizes_type: ClassVar[type[FamilySizes]] = LlamaSizes
@@ -160,8 +160,3 @@ class LlamaSpec(SizedSpec):
     max_sequence_length: Size | None = None
     rope_theta: float | None = Field(default=None, gt=0, description="base of the rotary frequencies; default: 10000")
     tie_embeddings: bool | None = Field(default=None, description="use the embedding's weight for the head; default: false")
-
-    @property
-    def sizes(self) -> LlamaSizes:
-        """The preset's sizes, overridden by the sizes that this spec sets."""
-        return LlamaSizes.model_validate(self._merged())

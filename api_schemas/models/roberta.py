@@ -124,7 +124,7 @@ def roberta_sizes(hidden_size: int, num_layers: int, num_heads: int, vocab_size:
     )
 
 
-class RobertaSpec(SizedSpec):
+class RobertaSpec(SizedSpec[RobertaSizes]):
     """A RoBERTa by preset, by sizes, or by preset with some sizes changed. `roberta-tiny` reads bytes and a mask token."""
 
     sizes_type: ClassVar[type[FamilySizes]] = RobertaSizes
@@ -145,11 +145,6 @@ class RobertaSpec(SizedSpec):
     mask_token: int | None = Field(
         default=None, ge=0, description="the token that hides others; default: the vocabulary's last"
     )
-
-    @property
-    def sizes(self) -> RobertaSizes:
-        """The preset's sizes, overridden by the sizes that this spec sets."""
-        return RobertaSizes.model_validate(self._merged())
 
     def _derived(self, sizes: dict[str, Any]) -> dict[str, Any]:
         """A changed width changes the MLP's, and a changed vocabulary moves the mask, unless the job sets them."""

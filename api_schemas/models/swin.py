@@ -148,7 +148,7 @@ def swin_sizes(
     return SwinSizes(embed_dim=embed_dim, depths=depths, num_heads=num_heads, window_size=window_size, **images._asdict())
 
 
-class SwinSpec(VisionSpec):
+class SwinSpec(VisionSpec[SwinSizes]):
     """A Swin by preset, by sizes, or by preset with some sizes changed. Sizes have transformers' names."""
 
     sizes_type: ClassVar[type[FamilySizes]] = SwinSizes
@@ -166,8 +166,3 @@ class SwinSpec(VisionSpec):
     depths: PerStage | None = Field(default=None, description="blocks of each stage")
     num_heads: PerStage | None = Field(default=None, description="heads of each stage")
     window_size: Size | None = Field(default=None, description="tokens along a side of a window")
-
-    @property
-    def sizes(self) -> SwinSizes:
-        """The preset's sizes, overridden by the sizes that this spec sets."""
-        return SwinSizes.model_validate(self._merged())

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from octet.api_schemas.base import refusal
 from octet.api_schemas.inputs import ImageInput, Task
-from octet.api_schemas.models.base import FamilySizes, Size, SizedSpec
+from octet.api_schemas.models.base import FamilySizes, Size, SizedSpec, Sizes
 from octet.api_schemas.models.shapes import ParameterShape, Shapes, linear, norm
 
 DropRate = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -90,7 +90,7 @@ class VisionSizes(FamilySizes):
             raise refusal(field, got=got, allowed=allowed, change=f"Change model.{field} or the other size.")
 
 
-class VisionSpec(SizedSpec):
+class VisionSpec(SizedSpec[Sizes]):
     """The fields of images that a job may set for any of these families."""
 
     defaults: ClassVar[Mapping[str, object]] = {"num_channels": 3, "drop_path_rate": 0.0}

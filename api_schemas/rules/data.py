@@ -45,51 +45,49 @@ MODEL_AND_DATA = Table(
         change="Remove training.sequence_length.",
     ),
     *below(
-        (
-            Rule(
-                LENGTH,
-                when=(differs(f"{TAKES}.max_sequence_length", None),),
-                must=Condition(LENGTH, "at most", Field(f"{TAKES}.max_sequence_length")),
-                allowed="at most the model's max_sequence_length, {value}",
-                change="Shorten training.sequence_length or raise model.max_sequence_length.",
-            ),
-            Rule(
-                "data.source",
-                when=(MASKED,),
-                must=equals("data.has_targets", False),
-                allowed="a source whose tokens can be hidden, such as text or tokens",
-                why="the model predicts masked tokens",
-                change="Change data.source, or train a model that predicts the next token.",
-            ),
-            Rule(
-                "data.packing",
-                when=(equals(f"{TAKES}.keeps_documents_apart", False),),
-                must=equals("data.is_packed", False),
-                got="True",
-                allowed="false",
-                why="the model's attention does not end at a document's border, so documents in one row would see each other",
-                change="Remove data.packing, or train a model that keeps documents apart: gpt, llama, and most decoders of "
-                "transformers.",
-            ),
-            Rule(
-                "model.vocab_size",
-                when=(differs(f"{TAKES}.vocab_size", None),),
-                must=Condition(f"{TAKES}.vocab_size", "at least", Field("data.min_vocab_size")),
-                got="{model.sizes.takes.vocab_size}",
-                allowed="at least {value}, the vocabulary of source {data.source}",
-                change="Raise model.vocab_size.",
-            ),
-            Rule(
-                "model.mask_token",
-                when=(MASKED, above("data.min_vocab_size", 1)),
-                must=Condition(f"{TAKES}.mask_token", "at least", Field("data.min_vocab_size")),
-                got="{model.sizes.takes.mask_token}",
-                allowed="at least {value}",
-                why="source {data.source} has all tokens below",
-                change="Raise model.vocab_size, whose last token is the mask, or change model.mask_token.",
-            ),
-        ),
         TOKENS,
+        Rule(
+            LENGTH,
+            when=(differs(f"{TAKES}.max_sequence_length", None),),
+            must=Condition(LENGTH, "at most", Field(f"{TAKES}.max_sequence_length")),
+            allowed="at most the model's max_sequence_length, {value}",
+            change="Shorten training.sequence_length or raise model.max_sequence_length.",
+        ),
+        Rule(
+            "data.source",
+            when=(MASKED,),
+            must=equals("data.has_targets", False),
+            allowed="a source whose tokens can be hidden, such as text or tokens",
+            why="the model predicts masked tokens",
+            change="Change data.source, or train a model that predicts the next token.",
+        ),
+        Rule(
+            "data.packing",
+            when=(equals(f"{TAKES}.keeps_documents_apart", False),),
+            must=equals("data.is_packed", False),
+            got="True",
+            allowed="false",
+            why="the model's attention does not end at a document's border, so documents in one row would see each other",
+            change="Remove data.packing, or train a model that keeps documents apart: gpt, llama, and most decoders of "
+            "transformers.",
+        ),
+        Rule(
+            "model.vocab_size",
+            when=(differs(f"{TAKES}.vocab_size", None),),
+            must=Condition(f"{TAKES}.vocab_size", "at least", Field("data.min_vocab_size")),
+            got="{model.sizes.takes.vocab_size}",
+            allowed="at least {value}, the vocabulary of source {data.source}",
+            change="Raise model.vocab_size.",
+        ),
+        Rule(
+            "model.mask_token",
+            when=(MASKED, above("data.min_vocab_size", 1)),
+            must=Condition(f"{TAKES}.mask_token", "at least", Field("data.min_vocab_size")),
+            got="{model.sizes.takes.mask_token}",
+            allowed="at least {value}",
+            why="source {data.source} has all tokens below",
+            change="Raise model.vocab_size, whose last token is the mask, or change model.mask_token.",
+        ),
     ),
 )
 """Checked when a job is read, and again once the files of its model are read."""
@@ -117,24 +115,21 @@ TARGETS = (
 
 SCHEDULE = Table(
     *below(
-        (
-            Rule(
-                WARM_UP,
-                must=Condition(WARM_UP, "below", Amount(("training.steps",))),
-                allowed="fewer than training.steps, {value}",
-                change="Shorten the warm-up or train for more steps.",
-            ),
-            Rule(
-                WARM_UP,
-                when=(equals("training.schedule.name", "warmup_stable_decay"),),
-                must=Condition(WARM_UP, "at most", Field("training.most_warmup_steps")),
-                allowed="at most {value}",
-                why="the last {training.num_decay_steps} of {training.steps} steps are the decay",
-                change="Shorten the warm-up or lower training.schedule.decay_fraction.",
-            ),
+        (above(WARM_UP, 0), differs("training.steps", None)),
+        Rule(
+            WARM_UP,
+            must=Condition(WARM_UP, "below", Amount(("training.steps",))),
+            allowed="fewer than training.steps, {value}",
+            change="Shorten the warm-up or train for more steps.",
         ),
-        above(WARM_UP, 0),
-        differs("training.steps", None),
+        Rule(
+            WARM_UP,
+            when=(equals("training.schedule.name", "warmup_stable_decay"),),
+            must=Condition(WARM_UP, "at most", Field("training.most_warmup_steps")),
+            allowed="at most {value}",
+            why="the last {training.num_decay_steps} of {training.steps} steps are the decay",
+            change="Shorten the warm-up or lower training.schedule.decay_fraction.",
+        ),
     )
 )
 """Checked when a job is read, and in the rank where `training.epochs` gives the number of steps."""

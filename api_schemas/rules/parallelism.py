@@ -132,7 +132,7 @@ _SEQUENCE_OF_SHARDS = Rule(
 )
 DEGREES = Table(
     *PIPELINE_SCHEDULE,
-    *below((_ONE_DIVISION_OF_TOKENS, _STAGES_WITH_ZERO, _STAGED_LEVELS), IN_STAGES),
+    *below(IN_STAGES, _ONE_DIVISION_OF_TOKENS, _STAGES_WITH_ZERO, _STAGED_LEVELS),
     _SEQUENCE_OF_SHARDS,
 )
 """Rules of the degrees alone, which `octet.parallelize` checks too."""
@@ -147,43 +147,39 @@ PIPELINE_RULES = (
         change="Set parallelism.pipeline, or remove parallelism.schedule.",
     ),
     *below(
-        (
-            _ONE_DIVISION_OF_TOKENS,
-            _STAGES_WITH_ZERO,
+        IN_STAGES,
+        _ONE_DIVISION_OF_TOKENS,
+        _STAGES_WITH_ZERO,
+        Rule(
+            WORKERS,
+            must=multiple_of(WORKERS, PIPELINE, TENSOR),
+            allowed="a multiple of {name}, {value}",
+            change="Change resources.workers or a degree.",
+        ),
+        _STAGED_LEVELS,
+        _no_adapter(PIPELINE, "adapters are small and whole on every rank"),
+        _no_average(PIPELINE, "the average is of all weights, whole on every rank"),
+        *_proven_apart(PIPELINE, "blocks"),
+        _families(PIPELINE, "pipeline"),
+        *below(
+            equals("model.sizes.capabilities.pipeline", True),
             Rule(
-                WORKERS,
-                must=multiple_of(WORKERS, PIPELINE, TENSOR),
-                allowed="a multiple of {name}, {value}",
-                change="Change resources.workers or a degree.",
+                "model.num_layers",
+                must=Condition("model.sizes.num_layers", "at least", Field("parallelism.num_stages")),
+                got="{model.sizes.num_layers}",
+                allowed="at least {value}, one block for each stage of the pipeline",
+                change="Change model.num_layers or parallelism.pipeline.",
             ),
-            _STAGED_LEVELS,
-            _no_adapter(PIPELINE, "adapters are small and whole on every rank"),
-            _no_average(PIPELINE, "the average is of all weights, whole on every rank"),
-            *_proven_apart(PIPELINE, "blocks"),
-            _families(PIPELINE, "pipeline"),
-            *below(
-                (
-                    Rule(
-                        "model.num_layers",
-                        must=Condition("model.sizes.num_layers", "at least", Field("parallelism.num_stages")),
-                        got="{model.sizes.num_layers}",
-                        allowed="at least {value}, one block for each stage of the pipeline",
-                        change="Change model.num_layers or parallelism.pipeline.",
-                    ),
-                    Rule(
-                        "model.num_layers",
-                        when=(equals(SCHEDULE, "interleaved"),),
-                        must=multiple_of("model.sizes.num_layers", "parallelism.num_stages"),
-                        got="{model.sizes.num_layers}",
-                        allowed="a multiple of {value}",
-                        why="with schedule interleaved each of {parallelism.pipeline} ranks has two runs of as many blocks",
-                        change="Change model.num_layers or parallelism.pipeline.",
-                    ),
-                ),
-                equals("model.sizes.capabilities.pipeline", True),
+            Rule(
+                "model.num_layers",
+                when=(equals(SCHEDULE, "interleaved"),),
+                must=multiple_of("model.sizes.num_layers", "parallelism.num_stages"),
+                got="{model.sizes.num_layers}",
+                allowed="a multiple of {value}",
+                why="with schedule interleaved each of {parallelism.pipeline} ranks has two runs of as many blocks",
+                change="Change model.num_layers or parallelism.pipeline.",
             ),
         ),
-        IN_STAGES,
     ),
 )
 
@@ -201,74 +197,70 @@ SEQUENCE_RULES = (
 
 TENSOR_RULES = (
     *below(
-        (
-            _ranks_for(TENSOR),
-            _levels(
-                TENSOR,
-                UNDIVIDED_LEVELS,
-                "fp32, bf16-amp, te and the levels O1 to O3, whose layers and losses ranks can divide",
-                "Change precision.level",
-            ),
-            Rule(
-                "training.optimizer.name",
-                must=differs("training.optimizer.name", "muon"),
-                allowed="adamw, adam, lion or sgd with parallelism.tensor",
-                why="each rank has a part of a matrix, and muon orthogonalizes whole ones",
-                change="Choose another training.optimizer.name, or set parallelism.tensor to 1; parallelism.zero_stage divides "
-                "muon's states, too.",
-            ),
-            _no_adapter(TENSOR, "adapters are whole on every rank"),
-            _no_average(TENSOR, "the average is of all weights, whole on every rank"),
-            *_proven_apart(TENSOR, "layers"),
-            _families(
-                TENSOR,
-                "tensor",
-                " (its architectures that have a plan for it, such as llama, mistral, qwen2, qwen3, gemma2 and gpt_neox)",
-            ),
-            Rule(
-                "model.{key}",
-                each="model.sizes.divided_sizes",
-                must=multiple_of("model.sizes.divided_sizes", TENSOR),
-                got="{size}",
-                allowed="a multiple of {name}, {value}",
-                why="each rank has as many",
-                change="Change model.{key} or parallelism.tensor.",
-            ),
-        ),
         IN_SHARDS,
+        _ranks_for(TENSOR),
+        _levels(
+            TENSOR,
+            UNDIVIDED_LEVELS,
+            "fp32, bf16-amp, te and the levels O1 to O3, whose layers and losses ranks can divide",
+            "Change precision.level",
+        ),
+        Rule(
+            "training.optimizer.name",
+            must=differs("training.optimizer.name", "muon"),
+            allowed="adamw, adam, lion or sgd with parallelism.tensor",
+            why="each rank has a part of a matrix, and muon orthogonalizes whole ones",
+            change="Choose another training.optimizer.name, or set parallelism.tensor to 1; parallelism.zero_stage divides "
+            "muon's states, too.",
+        ),
+        _no_adapter(TENSOR, "adapters are whole on every rank"),
+        _no_average(TENSOR, "the average is of all weights, whole on every rank"),
+        *_proven_apart(TENSOR, "layers"),
+        _families(
+            TENSOR,
+            "tensor",
+            " (its architectures that have a plan for it, such as llama, mistral, qwen2, qwen3, gemma2 and gpt_neox)",
+        ),
+        Rule(
+            "model.{key}",
+            each="model.sizes.divided_sizes",
+            must=multiple_of("model.sizes.divided_sizes", TENSOR),
+            got="{size}",
+            allowed="a multiple of {name}, {value}",
+            why="each rank has as many",
+            change="Change model.{key} or parallelism.tensor.",
+        ),
     ),
     *SEQUENCE_RULES,
 )
 
 CONTEXT_RULES = below(
-    (
-        _ranks_for(CONTEXT, TENSOR),
-        _families(CONTEXT, "context", ", whose attention gathers keys and values"),
-        _levels(
-            CONTEXT,
-            UNDIVIDED_LEVELS,
-            "fp32, bf16-amp, te and the levels O1 to O3, which have been proven with it",
-            "Change precision.level",
-        ),
-        Rule(
-            LENGTH,
-            must=multiple_of(LENGTH, CONTEXT, times=2),
-            allowed="a multiple of {name}, {value}",
-            why="each rank has two chunks of a sequence",
-            change="Change training.sequence_length or parallelism.context.",
-        ),
-        Rule(
-            LENGTH,
-            when=(equals(SEQUENCE, True),),
-            must=multiple_of(LENGTH, TENSOR, CONTEXT),
-            allowed="a multiple of {name}, {value}, with parallelism.sequence",
-            why="each rank has as many tokens in blocks",
-            change="Change training.sequence_length or a degree.",
-        ),
-        _no_average(CONTEXT, "the average is evaluated on whole sequences"),
-        *_proven_apart(CONTEXT, "tokens"),
-    ),
     IN_CHUNKS,
+    _ranks_for(CONTEXT, TENSOR),
+    _families(CONTEXT, "context", ", whose attention gathers keys and values"),
+    _levels(
+        CONTEXT,
+        UNDIVIDED_LEVELS,
+        "fp32, bf16-amp, te and the levels O1 to O3, which have been proven with it",
+        "Change precision.level",
+    ),
+    Rule(
+        LENGTH,
+        must=multiple_of(LENGTH, CONTEXT, times=2),
+        allowed="a multiple of {name}, {value}",
+        why="each rank has two chunks of a sequence",
+        change="Change training.sequence_length or parallelism.context.",
+    ),
+    Rule(
+        LENGTH,
+        when=(equals(SEQUENCE, True),),
+        must=multiple_of(LENGTH, TENSOR, CONTEXT),
+        allowed="a multiple of {name}, {value}, with parallelism.sequence",
+        why="each rank has as many tokens in blocks",
+        change="Change training.sequence_length or a degree.",
+    ),
+    _no_average(CONTEXT, "the average is evaluated on whole sequences"),
+    *_proven_apart(CONTEXT, "tokens"),
 )
 
 STRATEGIES: Mapping[str, tuple[Rule, ...]] = {
@@ -322,59 +314,54 @@ BATCHES = (
         change="Change training.micro_batch_size.",
     ),
     *below(
-        (
-            Rule(
-                MICRO_BATCH,
-                when=(equals(SCHEDULE, "1f1b"),),
-                must=Condition("batch.num_micro_batches", "at least", Field(PIPELINE)),
-                got="{batch.micro_batch_size}",
-                allowed="a size that gives each rank at least {value} micro-batches in a step with parallelism.pipeline "
-                "{value}; it gives {batch.num_micro_batches}",
-                change="Lower training.micro_batch_size, or raise training.global_batch_size.",
-            ),
-            Rule(
-                MICRO_BATCH,
-                when=(equals(SCHEDULE, "interleaved"),),
-                must=multiple_of("batch.num_micro_batches", PIPELINE),
-                got="{batch.micro_batch_size}",
-                allowed="a size that gives each rank a multiple of {value} micro-batches in a step with parallelism.pipeline "
-                "{value} and schedule interleaved; it gives {batch.num_micro_batches}",
-                change="Lower training.micro_batch_size, or raise training.global_batch_size.",
-            ),
+        (IN_STAGES, *WHOLE_BATCHES),
+        Rule(
+            MICRO_BATCH,
+            when=(equals(SCHEDULE, "1f1b"),),
+            must=Condition("batch.num_micro_batches", "at least", Field(PIPELINE)),
+            got="{batch.micro_batch_size}",
+            allowed="a size that gives each rank at least {value} micro-batches in a step with parallelism.pipeline "
+            "{value}; it gives {batch.num_micro_batches}",
+            change="Lower training.micro_batch_size, or raise training.global_batch_size.",
         ),
-        IN_STAGES,
-        *WHOLE_BATCHES,
+        Rule(
+            MICRO_BATCH,
+            when=(equals(SCHEDULE, "interleaved"),),
+            must=multiple_of("batch.num_micro_batches", PIPELINE),
+            got="{batch.micro_batch_size}",
+            allowed="a size that gives each rank a multiple of {value} micro-batches in a step with parallelism.pipeline "
+            "{value} and schedule interleaved; it gives {batch.num_micro_batches}",
+            change="Lower training.micro_batch_size, or raise training.global_batch_size.",
+        ),
     ),
 )
 
 ELASTIC = below(
-    (
-        *(
-            Rule(
-                MIN_WORKERS,
-                when=(above(degree, 1),),
-                must=equals(MIN_WORKERS, None),
-                allowed=f"null with {degree}",
-                why="going on with other ranks has been proven for data and tensor ranks",
-                change=f"Remove resources.min_workers, or set {degree} to 1.",
-            )
-            for degree in (PIPELINE, CONTEXT)
-        ),
-        Rule(
-            MIN_WORKERS,
-            must=Condition(MIN_WORKERS, "at most", Field(WORKERS)),
-            allowed="at most resources.workers, {value}",
-            change="Lower resources.min_workers.",
-        ),
-        Rule(
-            MIN_WORKERS,
-            when=(*WHOLE_BATCHES, equals(PIPELINE, 1), equals(CONTEXT, 1)),
-            must=Condition(MIN_WORKERS, "one of", Field("possible_worker_counts")),
-            allowed="{value}",
-            why="training.global_batch_size {training.global_batch_size} in micro-batches of {batch.micro_batch_size} divides "
-            "among so many ranks, in groups of parallelism.tensor {parallelism.tensor}",
-            change="Change resources.min_workers or training.global_batch_size.",
-        ),
-    ),
     differs(MIN_WORKERS, None),
+    *(
+        Rule(
+            MIN_WORKERS,
+            when=(above(degree, 1),),
+            must=equals(MIN_WORKERS, None),
+            allowed=f"null with {degree}",
+            why="going on with other ranks has been proven for data and tensor ranks",
+            change=f"Remove resources.min_workers, or set {degree} to 1.",
+        )
+        for degree in (PIPELINE, CONTEXT)
+    ),
+    Rule(
+        MIN_WORKERS,
+        must=Condition(MIN_WORKERS, "at most", Field(WORKERS)),
+        allowed="at most resources.workers, {value}",
+        change="Lower resources.min_workers.",
+    ),
+    Rule(
+        MIN_WORKERS,
+        when=(*WHOLE_BATCHES, equals(PIPELINE, 1), equals(CONTEXT, 1)),
+        must=Condition(MIN_WORKERS, "one of", Field("possible_worker_counts")),
+        allowed="{value}",
+        why="training.global_batch_size {training.global_batch_size} in micro-batches of {batch.micro_batch_size} divides "
+        "among so many ranks, in groups of parallelism.tensor {parallelism.tensor}",
+        change="Change resources.min_workers or training.global_batch_size.",
+    ),
 )

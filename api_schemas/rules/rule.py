@@ -210,9 +210,10 @@ def _tests_of(conditions: Iterable[Condition]) -> tuple[Callable[[Facts], bool],
     return tuple(condition.holds for condition in conditions)
 
 
-def below(rules: Iterable[Rule], *when: Condition) -> tuple[Rule, ...]:
+def below(when: Condition | tuple[Condition, ...], *rules: Rule) -> tuple[Rule, ...]:
     """Return the rules of one subject: each applies only if `when` holds too."""
-    return tuple(replace(rule, when=(*when, *rule.when)) for rule in rules)
+    first = when if isinstance(when, tuple) else (when,)
+    return tuple(replace(rule, when=(*first, *rule.when)) for rule in rules)
 
 
 def equals(path: str, value: object) -> Condition:

@@ -19,8 +19,8 @@ from octet.api_schemas import OptimizerSpec
 from octet.api_schemas.models import PRESETS
 from octet.api_schemas.models.llama import LlamaSizes
 from octet.api_schemas.precision import PrecisionSpec
+from octet.worker.models.initial import parameters_on_meta
 from octet.worker.models.llama import Llama
-from octet.worker.models.meta import parameters_on_meta
 from octet.worker.optim import build_optimizer
 from octet.worker.optim.schedule import parameter_groups
 from octet.worker.planning.fake_gpu import DEVICE_TYPE, fake_gpu, see_within

@@ -10,14 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 from rich.text import Text
 
 from octet.client.api import Client
 from octet.client.errors import ServerFailed
-from octet.client.signals import handled
 from octet.client.terminal import Terminal
 from octet.client.text import duration
 
@@ -108,3 +108,22 @@ def _held_port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         yield holder.getsockname()[1]
+
+
+Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+
+
+@contextlib.contextmanager
+def handled(handler: Handler, *numbers: signal.Signals) -> Iterator[None]:
+    """Call `handler` for these signals inside the block; restore the former handlers after it."""
+    former = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler_before in former.items():
+            signal.signal(number, handler_before)
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """Unwind the stack as Ctrl-C does, so that what was started is stopped."""
+    raise SystemExit(128 + number)

@@ -22,10 +22,9 @@ from octet.client.demo.comparison import (
     verdict,
 )
 from octet.client.demo.job import is_long_enough_to_judge
-from octet.client.demo.own_server import OwnServer, own_server
+from octet.client.demo.own_server import OwnServer, handled, leave, own_server
 from octet.client.errors import OctetError
 from octet.client.render import Lines, job_details
-from octet.client.signals import handled, leave
 from octet.client.terminal import Terminal
 from octet.client.watch import watch
 

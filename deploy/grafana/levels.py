@@ -1,6 +1,6 @@
 """Levels: jobs that share a `comparison` label, at several precision levels, side by side."""
 
-from deploy.grafana.model import Board, Panel, Query, Row, Variable
+from deploy.grafana.model import Board, Query, Variable, panel, row, stat_panel
 
 # The info series of the jobs in this comparison; multiplying by it selects them.
 _THESE = '* on (job_id) group_left () max by (job_id) (max_over_time(octet_job_info{comparison="$comparison"}[$__range]))'
@@ -85,128 +85,111 @@ BOARD = Board(
         ),
     ),
     rows=(
-        Row(
+        row(
             "Is it worth it",
-            (
-                Panel(
-                    "Each level against the yardstick",
-                    "Difference to the yardstick's job, or to the mean of its seeds: loss of the last evaluation, bytes held, "
-                    "tokens per second. A loss within the seeds' band is no difference; fewer bytes and more speed are gains.",
-                    "percentunit",
-                    (
-                        Query(_against_yardstick(_mean(_LOSS), _mean(_LOSS, _YARDSTICK)), "evaluation loss"),
-                        Query(_against_yardstick(_held(), _held(_YARDSTICK)), "bytes held"),
-                        Query(_against_yardstick(_speed(), _speed(_YARDSTICK)), "tokens per second"),
-                    ),
-                    kind="table",
-                    width=16,
+            panel(
+                "Each level against the yardstick",
+                "Difference to the yardstick's job, or to the mean of its seeds: loss of the last evaluation, bytes held, "
+                "tokens per second. A loss within the seeds' band is no difference; fewer bytes and more speed are gains.",
+                "percentunit",
+                Query(_against_yardstick(_mean(_LOSS), _mean(_LOSS, _YARDSTICK)), "evaluation loss"),
+                Query(_against_yardstick(_held(), _held(_YARDSTICK)), "bytes held"),
+                Query(_against_yardstick(_speed(), _speed(_YARDSTICK)), "tokens per second"),
+                kind="table",
+                width=16,
+            ),
+            stat_panel(
+                "Band of the yardstick's seeds",
+                "Of the last evaluation: how far the highest and the lowest of its seeds lie apart, as a share of their "
+                "mean. 0 with one seed: submit the yardstick with several values of training.seed to know the band.",
+                "percentunit",
+                Query(
+                    f"(max({_seeds(_LOSS)}) - min({_seeds(_LOSS)})) / avg({_seeds(_LOSS)})",
+                    "band",
                 ),
-                Panel(
-                    "Band of the yardstick's seeds",
-                    "Of the last evaluation: how far the highest and the lowest of its seeds lie apart, as a share of their "
-                    "mean. 0 with one seed: submit the yardstick with several values of training.seed to know the band.",
-                    "percentunit",
-                    (
-                        Query(
-                            f"(max({_seeds(_LOSS)}) - min({_seeds(_LOSS)})) / avg({_seeds(_LOSS)})",
-                            "band",
-                        ),
-                    ),
-                    kind="stat",
-                    width=8,
-                ),
+                width=8,
             ),
         ),
-        Row(
+        row(
             "Quality",
-            (
-                Panel(
-                    "Evaluation loss against the yardstick",
-                    "Difference to the yardstick after the same step, as a share of its loss; 0 is the yardstick. Its seeds, "
-                    "where there are several, span the band within which a difference means nothing.",
-                    "percentunit",
-                    (Query(_CURVES, "{{curve}}"),),
-                    kind="by_step",
-                    width=12,
-                    from_zero=False,
-                ),
-                Panel(
-                    "Training loss by step",
-                    "A point for each time that a job was scraped, wherever in time it ran; nats per token.",
-                    "short",
-                    (
-                        Query(f"max by (job_id, level) (octet_job_step) {_NOW}", "step"),
-                        Query(f"max by (job_id, level) (octet_job_loss) {_NOW}", "{{level}}"),
-                    ),
-                    kind="xy",
-                    width=12,
-                ),
-                Panel(
-                    "Evaluation loss",
-                    "After the last evaluation of each job, nats per token, mean over the seeds of a level.",
-                    "short",
-                    (Query(_mean(_LOSS), "{{level}}"),),
-                    kind="stat",
-                    width=12,
-                ),
-                Panel(
-                    "Steps done",
-                    "Losses compare at the same step only.",
-                    "short",
-                    (Query(_last("octet_job_step"), "{{level}}"),),
-                    kind="stat",
-                    width=12,
-                ),
+            panel(
+                "Evaluation loss against the yardstick",
+                "Difference to the yardstick after the same step, as a share of its loss; 0 is the yardstick. Its seeds, "
+                "where there are several, span the band within which a difference means nothing.",
+                "percentunit",
+                Query(_CURVES, "{{curve}}"),
+                kind="by_step",
+                width=12,
+                from_zero=False,
+            ),
+            panel(
+                "Training loss by step",
+                "A point for each time that a job was scraped, wherever in time it ran; nats per token.",
+                "short",
+                Query(f"max by (job_id, level) (octet_job_step) {_NOW}", "step"),
+                Query(f"max by (job_id, level) (octet_job_loss) {_NOW}", "{{level}}"),
+                kind="xy",
+                width=12,
+            ),
+            stat_panel(
+                "Evaluation loss",
+                "After the last evaluation of each job, nats per token, mean over the seeds of a level.",
+                "short",
+                Query(_mean(_LOSS), "{{level}}"),
+                width=12,
+            ),
+            stat_panel(
+                "Steps done",
+                "Losses compare at the same step only.",
+                "short",
+                Query(_last("octet_job_step"), "{{level}}"),
+                width=12,
             ),
         ),
-        Row(
+        row(
             "Speed",
-            (
-                Panel(
-                    "Throughput",
-                    "Tokens per second over all ranks, by time, while the job runs.",
-                    "short",
-                    (Query(f"max by (level) (max by (job_id, level) {_SPEED} {_NOW})", "{{level}}"),),
-                    width=12,
-                ),
-                Panel(
-                    "Throughput, mean",
-                    "Tokens per second over all ranks, mean over the time in which the job ran.",
-                    "short",
-                    (Query(_speed(), "{{level}}"),),
-                    kind="bars",
-                    width=12,
-                ),
+            panel(
+                "Throughput",
+                "Tokens per second over all ranks, by time, while the job runs.",
+                "short",
+                Query(f"max by (level) (max by (job_id, level) {_SPEED} {_NOW})", "{{level}}"),
+                width=12,
+            ),
+            panel(
+                "Throughput, mean",
+                "Tokens per second over all ranks, mean over the time in which the job ran.",
+                "short",
+                Query(_speed(), "{{level}}"),
+                kind="bars",
+                width=12,
             ),
         ),
-        Row(
+        row(
             "Memory",
-            (
-                Panel(
-                    "Memory by class",
-                    "Bytes on rank 0 as counted from live tensors, of jobs that succeeded.",
-                    "bytes",
-                    (Query(f"{_memory()} > 0", "{{level}} {{class}}"),),
-                    kind="bars",
-                    width=12,
-                ),
-                Panel(
-                    "Memory held",
-                    "All classes together.",
-                    "bytes",
-                    (Query(_held(), "{{level}}"),),
-                    kind="bars",
-                    width=6,
-                ),
-                Panel(
-                    "Bytes saved against the yardstick",
-                    "One minus the bytes held over those of the yardstick's job in the same comparison.",
-                    "percentunit",
-                    (Query(f"1 - {_held()} / scalar(sum({_held(_YARDSTICK)}))", "{{level}}"),),
-                    kind="bars",
-                    width=6,
-                    from_zero=False,
-                ),
+            panel(
+                "Memory by class",
+                "Bytes on rank 0 as counted from live tensors, of jobs that succeeded.",
+                "bytes",
+                Query(f"{_memory()} > 0", "{{level}} {{class}}"),
+                kind="bars",
+                width=12,
+            ),
+            panel(
+                "Memory held",
+                "All classes together.",
+                "bytes",
+                Query(_held(), "{{level}}"),
+                kind="bars",
+                width=6,
+            ),
+            panel(
+                "Bytes saved against the yardstick",
+                "One minus the bytes held over those of the yardstick's job in the same comparison.",
+                "percentunit",
+                Query(f"1 - {_held()} / scalar(sum({_held(_YARDSTICK)}))", "{{level}}"),
+                kind="bars",
+                width=6,
+                from_zero=False,
             ),
         ),
     ),

@@ -6,7 +6,7 @@ cannot be written without a unit, a description and a query.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 from grafana_foundation_sdk.builders import bargauge, common, dashboard, prometheus, stat, table, timeseries, xychart
 from grafana_foundation_sdk.models import common as common_models
@@ -65,6 +65,27 @@ class Panel:
     needs: Literal["nothing", "gpu", "dcgm"] = "nothing"
 
 
+class Drawn(TypedDict, total=False):
+    """The options of a panel, as `Panel` describes them."""
+
+    width: int
+    log: bool
+    names: bool
+    hidden: tuple[str, ...]
+    from_zero: bool
+    needs: Literal["nothing", "gpu", "dcgm"]
+
+
+def panel(title: str, description: str, unit: str, *queries: Query, kind: Kind = "lines", **drawn: Unpack[Drawn]) -> Panel:
+    """Describe a panel of one or several queries."""
+    return Panel(title, description, unit, queries, kind, **drawn)
+
+
+def stat_panel(title: str, description: str, unit: str, *queries: Query, **drawn: Unpack[Drawn]) -> Panel:
+    """Describe a panel that shows the present values as large numbers."""
+    return Panel(title, description, unit, queries, "stat", **drawn)
+
+
 @dataclass(frozen=True)
 class Row:
     """Panels below a title. A collapsed row loads its panels once it is opened."""
@@ -72,6 +93,11 @@ class Row:
     title: str
     panels: tuple[Panel, ...]
     is_collapsed: bool = False
+
+
+def row(title: str, *panels: Panel, is_collapsed: bool = False) -> Row:
+    """Describe a row of panels."""
+    return Row(title, panels, is_collapsed)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from octet.service.cluster.launcher import Launcher
 from octet.service.db.engine import Database
-from octet.service.dispatcher import compare, drain, grow, launch, limit, orphans, place, plan, reclaim, release, watch
+from octet.service.dispatcher import compare, launch, make_way, orphans, place, plan, release, watch
 from octet.service.dispatcher.context import LEADER_LEASE_S, DispatcherContext, NotLeading, holder_of
 from octet.service.dispatcher.loop import Loop
 from octet.service.jobs.planning import Planning
@@ -18,12 +18,12 @@ ORPHANS_INTERVAL_S = 30.0
 _JOB_STEPS: dict[str, tuple[Callable[[DispatcherContext], None], float]] = {
     "plan": (plan.step, 0.5),
     "place": (place.step, 0.5),
-    "reclaim": (reclaim.step, 0.5),
+    "reclaim": (make_way.reclaim, 0.5),
     "launch": (launch.step, 0.5),
     "watch": (watch.step, 1.0),
     "release": (release.step, 0.5),
-    "grow": (grow.step, 1.0),
-    "limit": (limit.step, 5.0),
+    "grow": (make_way.grow, 1.0),
+    "limit": (make_way.limit, 5.0),
     "compare": (compare.step, 1.0),
 }
 
@@ -79,7 +79,7 @@ class Dispatcher:
         """
         for loop in self._starting_loops:
             loop.stop(timeout_s=0)
-        return drain.step(self._context)
+        return make_way.drain(self._context)
 
     def stop(self) -> None:
         """Finish the calls under way, for ten seconds a loop at most, and stop leading. Attempts on the cluster go on."""

@@ -50,16 +50,8 @@ def _delete_jobs(context: DispatcherContext) -> None:
     """Delete the folders of deleted jobs. A job is forgotten only after that, so a dispatcher that dies leaves no folder."""
     with context.database.read() as session:
         deleted = store.jobs.deleted_jobs(session, MOST_JOBS)
-    gone = []
-    for job_id in deleted:
-        folder = context.settings.job_dir(job_id)
-        try:
-            if folder.exists():
-                shutil.rmtree(folder)
-            gone.append(job_id)
-        except OSError as error:
-            logger.warning("the folder of the deleted job %s stays until it can be deleted: %s", job_id, error)
-        context.health.progressed()
+    folders = ((job_id, context.settings.job_dir(job_id)) for job_id in deleted)
+    gone = [id_ for id_, folder in folders if _delete_folder(context, folder, f"the folder of the deleted job {id_}")]
     if gone:
         with context.write() as (session, _):
             store.jobs.forget_deleted(session, gone)
@@ -70,19 +62,24 @@ def _delete_files(context: DispatcherContext) -> None:
     with context.database.read() as session:
         deleted = store.records.deleted_files(session, MOST_JOBS)
         session.expunge_all()
-    gone = []
-    for row in deleted:
-        folder = context.settings.job_dir(row.job_id) / row.kind / row.name
-        try:
-            if folder.exists():
-                shutil.rmtree(folder)
-            gone.append(row)
-        except OSError as error:
-            logger.warning("the deleted %s of job %s stays until it can be deleted: %s", row.name, row.job_id, error)
-        context.health.progressed()
+    folders = ((row, context.settings.job_dir(row.job_id) / row.kind / row.name) for row in deleted)
+    gone = [row for row, folder in folders if _delete_folder(context, folder, f"the deleted {row.name} of job {row.job_id}")]
     if gone:
         with context.write() as (session, _):
             store.records.forget_deleted_files(session, gone)
+
+
+def _delete_folder(context: DispatcherContext, folder: Path, what: str) -> bool:
+    """Delete a folder. Returns False, with a line in the log, if it stays."""
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s stays until it can be deleted: %s", what, error)
+        return False
+    finally:
+        context.health.progressed()
+    return True
 
 
 def _delete_surplus(context: DispatcherContext, table: type[CheckpointRow | ExportRow]) -> None:

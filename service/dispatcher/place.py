@@ -14,8 +14,7 @@ from octet.service.cluster.launcher import LauncherError
 from octet.service.dispatcher.context import DispatcherContext
 from octet.service.jobs import attempts
 from octet.service.scheduling.decide import Decision, decide
-from octet.service.scheduling.pools import read_pools
-from octet.service.scheduling.space import space_for
+from octet.service.scheduling.pools import read_pools, space_for
 
 
 def step(context: DispatcherContext) -> None:

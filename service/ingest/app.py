@@ -3,11 +3,15 @@
 The token is made at launch and works for one attempt.
 """
 
+import hashlib
+import hmac
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import Request, Response, Security
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
@@ -15,6 +19,7 @@ from starlette.datastructures import QueryParams
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octet.api_schemas import DesiredState, ReportBatch, ReportReply
+from octet.service import store
 from octet.service.db.engine import Database
 from octet.service.db.group_commit import GroupCommit
 from octet.service.errors import MethodNotAllowed, NotFound, ServiceError, StaleAttempt, Unauthenticated
@@ -23,7 +28,8 @@ from octet.service.http.guards import refuse_unknown
 from octet.service.http.problems import answer_error, answers
 from octet.service.ingest.apply import Applied, apply_all
 from octet.service.ingest.batches import SentBatch, read_batch
-from octet.service.ingest.tokens import AttemptTokens
+from octet.service.ingest.decide import is_hash_of
+from octet.service.store.ids import is_id
 from octet.service.telemetry.control_plane import Telemetry
 
 PATH = "/internal/v1/attempts/{attempt_id}/reports"
@@ -133,3 +139,42 @@ def route_to(ingest: ASGIApp) -> APIRoute:
 async def _described(attempt_id: str, batch: ReportBatch) -> ReportReply:
     """Apply one rank's next reports and renew the lease. The answer says what is wanted of the job."""
     raise NotImplementedError("the application answers")
+
+
+TOKENS_KEPT = 10_000
+_THREADS = 8
+
+
+class AttemptTokens:
+    """The tokens that one process has seen: one that was an attempt's once needs no query for its next batch.
+
+    Whether the attempt still counts is decided where the batch is applied. Queries have threads of their own:
+    readers cannot keep a rank from its lease.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._hashes: dict[str, bytes] = {}
+        self._threads = CapacityLimiter(_THREADS)
+
+    async def verify(self, attempt_id: str, token: str) -> bool:
+        """Return True if the token was made at the launch of this attempt. Raises the database's errors."""
+        return self.is_remembered(attempt_id, token) or await run_sync(self._look_up, attempt_id, token, limiter=self._threads)
+
+    def is_remembered(self, attempt_id: str, token: str) -> bool:
+        """Return True if `verify` has found this token to be the attempt's."""
+        return hmac.compare_digest(self._hashes.get(attempt_id, b""), _hash(token))
+
+    def _look_up(self, attempt_id: str, token: str) -> bool:
+        with self._database.read() as session:
+            attempt = store.jobs.find_attempt(session, attempt_id) if is_id("att", attempt_id) else None
+            if not is_hash_of(attempt.token_hash if attempt is not None else None, token):
+                return False
+        while len(self._hashes) >= TOKENS_KEPT:
+            self._hashes.pop(next(iter(self._hashes)), None)
+        self._hashes[attempt_id] = _hash(token)
+        return True
+
+
+def _hash(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

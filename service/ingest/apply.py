@@ -15,8 +15,9 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from octet.api_schemas import AttemptState, DesiredState, FailureReason, JobSummary
-from octet.api_schemas.export import EXPORT_PROGRESS, MismatchCard
+from octet.api_schemas import AttemptState, DesiredState, FailureReason
+from octet.api_schemas import report as contracts
+from octet.api_schemas.export import EXPORT_PROGRESS
 from octet.api_schemas.training import KeepSpec
 from octet.service import store
 from octet.service.db.bulk import Transaction, connection_of
@@ -67,7 +68,7 @@ class _Work:
 
     def __post_init__(self) -> None:
         kinds = [type(report.body) for report in self.new]
-        begin = kinds.index(batches.StartedReport) + 1 if batches.StartedReport in kinds else 0
+        begin = kinds.index(contracts.StartedReport) + 1 if contracts.StartedReport in kinds else 0
         self.opening = list(self.new[:begin])
         for report in self.new[begin:]:
             if isinstance(report.body, batches.StepReport):
@@ -220,30 +221,33 @@ class _Reports:
 
     def _apply_one(self, report: Report) -> None:
         match report.body:
-            case batches.ExporterReport() as body:
+            case contracts.ExporterReport() as body:
                 store.records.put_exporter(self.session, self.attempt.id, self.work.rank, body.address)
-            case batches.PhaseReport() as body:
+            case contracts.PhaseReport() as body:
                 self._phase(body, report.at)
-            case batches.StartedReport() as body:
+            case contracts.StartedReport() as body:
                 self._started(body)
-            case batches.EvaluationReport() as body:
+            case contracts.EvaluationReport() as body:
                 self._evaluation(body)
-            case batches.CheckpointReport() as body:
+            case contracts.CheckpointReport() as body:
                 self._checkpoint(body, report.at)
-            case batches.ExportReport() as body:
+            case contracts.ExportReport() as body:
                 self._export(body, report.at)
-            case batches.MeasuredReport() as body:
-                store.records.put_measured(self.session, self.job.id, self.now, body.step, body.memory, body.layers)
-            case batches.LogReport() as body:
+            case contracts.MeasuredReport() as body:
+                measured = body.model_dump(mode="json")
+                store.records.put_measured(
+                    self.session, self.job.id, self.now, body.step, measured["memory"], measured["layers"]
+                )
+            case contracts.LogReport() as body:
                 self._log(body, report.at)
-            case batches.EventReport() as body:
+            case contracts.EventReport() as body:
                 if body.type == EXPORT_PROGRESS:
                     self.attempt.last_progress_at = self.now
                 self._event(body.type, body.message, **body.data)
-            case batches.FinishedReport() as body:
+            case contracts.FinishedReport() as body:
                 self._finished(body)
 
-    def _phase(self, body: batches.PhaseReport, at: datetime) -> None:
+    def _phase(self, body: contracts.PhaseReport, at: datetime) -> None:
         earlier = [getattr(self.attempt, f"{phase}_at") for phase in START_PHASES[: START_PHASES.index(body.phase)]]
         since = max([moment for moment in earlier if moment is not None], default=self.attempt.created_at)
         # By the rank's clock, which may be anywhere; it took no longer than has passed by ours.
@@ -251,7 +255,7 @@ class _Reports:
         self.work.applied.phase_s[body.phase] = min(max(0.0, (at - since).total_seconds()), passed_s)
         setattr(self.attempt, f"{body.phase}_at", at)
 
-    def _started(self, body: batches.StartedReport) -> None:
+    def _started(self, body: contracts.StartedReport) -> None:
         self.attempt.node, self.attempt.device = body.node, body.device
         self.attempt.last_progress_at = self.now
         counts = {name: getattr(body, name) for name in store.records.COUNTS}
@@ -265,14 +269,14 @@ class _Reports:
         self.job.tokens_per_s = self.job.remaining_s = None
         self.job.reported_at = self.now
 
-    def _evaluation(self, body: batches.EvaluationReport) -> None:
+    def _evaluation(self, body: contracts.EvaluationReport) -> None:
         self.attempt.last_progress_at = self.now
         if store.curves.put_evaluation(self.session, self.job.id, body.step, body.loss, body.metrics):
             self.job.best_evaluation_loss = store.curves.best_evaluation_loss(self.session, self.job.id)
         else:
             self._event("evaluation.without_step", f"step {body.step} was evaluated and is not in the curve", loss=body.loss)
 
-    def _checkpoint(self, body: batches.CheckpointReport, at: datetime) -> None:
+    def _checkpoint(self, body: contracts.CheckpointReport, at: datetime) -> None:
         row = CheckpointRow(
             id=new_id("ckpt", self.now),
             job_id=self.job.id,
@@ -293,8 +297,8 @@ class _Reports:
             message += f"; removed: {', '.join(map(str, removed))}" if removed else ""
         self._event("checkpoint.saved", message, step=body.step, num_bytes=body.num_bytes)
 
-    def _export(self, body: batches.ExportReport, at: datetime) -> None:
-        fields = {name: getattr(body, name) for name in body.__struct_fields__}
+    def _export(self, body: contracts.ExportReport, at: datetime) -> None:
+        fields = body.model_dump(mode="json", exclude={"kind"})
         row = ExportRow(id=new_id("exp", self.now), job_id=self.job.id, attempt_id=self.attempt.id, created_at=at, **fields)
         self.attempt.last_progress_at = self.now
         if not store.records.put_export(self.session, row):  # an attempt has found it, and reports it again
@@ -302,12 +306,12 @@ class _Reports:
         data: dict[str, Any] = {"step": body.step, "name": body.name, "num_bytes": body.num_bytes}
         message = f"the checkpoint of step {body.step} is exported as {body.name}"
         if body.mismatch is not None:
-            compared = MismatchCard.model_validate(body.mismatch).evaluation
+            compared = body.mismatch.evaluation
             data |= compared.model_dump()
             message += f"; KL divergence from the trainer's evaluation: {compared.kl_divergence:.3g} nats per token"
         self._event("job.exported", message, **data)
 
-    def _log(self, body: batches.LogReport, at: datetime) -> None:
+    def _log(self, body: contracts.LogReport, at: datetime) -> None:
         self.attempt.num_log_lines += 1
         if self.attempt.num_log_lines > MAX_LOG_LINES:
             if self.attempt.num_log_lines == MAX_LOG_LINES + 1:
@@ -317,13 +321,12 @@ class _Reports:
         line = {"job_id": self.job.id, "seq": self.job.last_log_seq, "attempt_id": self.attempt.id, "rank": self.work.rank}
         self.log_lines.append(line | {"at": at, "level": body.level, "message": body.message})
 
-    def _finished(self, body: batches.FinishedReport) -> None:
+    def _finished(self, body: contracts.FinishedReport) -> None:
         reason = (body.reason or FailureReason.WORKER_ERROR) if body.outcome == "failed" else None
-        summary = JobSummary.model_validate(body.summary) if body.summary is not None else None
         # Ranks that make way were asked to pause, and say so.
         is_yielding = self.job.desired is DesiredState.YIELD and body.outcome == "cancelled"
         message = "it made way" if is_yielding else body.message
-        ending = Ending(ENDINGS[body.outcome], reason, message, summary)
+        ending = Ending(ENDINGS[body.outcome], reason, message, body.summary)
         attempts.finish(self.session, self.job, self.attempt, ending, self.now)
         self.work.applied.finished = True
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from octet.api_schemas import AttemptState, DesiredState
+from octet.api_schemas import report as contracts
 from octet.service.errors import InvalidRequest, SequenceGap, StaleAttempt, Unauthenticated
 from octet.service.ingest import batches
-from octet.service.ingest.batches import Batch, FinishedReport, Report, ReportBody, SentBatch
+from octet.service.ingest.batches import Batch, Report, ReportBody, SentBatch
 from octet.service.jobs.lifecycle import AttemptEvent, next_attempt_state
 from octet.service.store.reporting import AttemptStatus
 
@@ -30,17 +31,17 @@ class _Rule(NamedTuple):
 _ANY_RANK, _RANK_0, _OF_TRAINING = _Rule(True, False), _Rule(False, False), _Rule(False, True)
 
 RULES: dict[type[ReportBody], _Rule] = {
-    batches.ExporterReport: _ANY_RANK,
-    batches.LogReport: _ANY_RANK,
-    batches.EventReport: _ANY_RANK,
-    batches.FinishedReport: _ANY_RANK,  # of other ranks than 0 only a failure
-    batches.PhaseReport: _RANK_0,
-    batches.StartedReport: _RANK_0,
+    contracts.ExporterReport: _ANY_RANK,
+    contracts.LogReport: _ANY_RANK,
+    contracts.EventReport: _ANY_RANK,
+    contracts.FinishedReport: _ANY_RANK,  # of other ranks than 0 only a failure
+    contracts.PhaseReport: _RANK_0,
+    contracts.StartedReport: _RANK_0,
     batches.StepReport: _OF_TRAINING,
-    batches.EvaluationReport: _OF_TRAINING,
-    batches.CheckpointReport: _OF_TRAINING,
-    batches.ExportReport: _OF_TRAINING,
-    batches.MeasuredReport: _OF_TRAINING,
+    contracts.EvaluationReport: _OF_TRAINING,
+    contracts.CheckpointReport: _OF_TRAINING,
+    contracts.ExportReport: _OF_TRAINING,
+    contracts.MeasuredReport: _OF_TRAINING,
 }
 
 
@@ -104,22 +105,18 @@ def _check_order(status: AttemptStatus, batch: Batch, new: Sequence[Report]) -> 
         if state.is_terminal:
             raise InvalidRequest(f"reports: got report {report.seq} after 'finished'. Nothing follows it.")
         if batch.rank != 0 and not rule.is_from_any_rank:
-            raise InvalidRequest(f"reports: got a {_kind(body)!r} report of rank {batch.rank}; rank 0 sends these")
+            raise InvalidRequest(f"reports: got a {body.kind!r} report of rank {batch.rank}; rank 0 sends these")
         if rule.is_of_training and state is not AttemptState.RUNNING:
-            raise InvalidRequest(f"reports: got a {_kind(body)!r} report before 'started'")
-        if isinstance(body, batches.StartedReport):
+            raise InvalidRequest(f"reports: got a {body.kind!r} report before 'started'")
+        if isinstance(body, contracts.StartedReport):
             state = next_attempt_state(state, AttemptEvent.STARTED)
-        elif isinstance(body, FinishedReport):
+        elif isinstance(body, contracts.FinishedReport):
             state = _end(status, batch.rank, state, body)
 
 
-def _end(status: AttemptStatus, rank: int, state: AttemptState, body: FinishedReport) -> AttemptState:
+def _end(status: AttemptStatus, rank: int, state: AttemptState, body: contracts.FinishedReport) -> AttemptState:
     if rank != 0 and body.outcome != "failed":
         raise InvalidRequest(f"reports: rank {rank} reported {body.outcome!r}; only rank 0 can")
     if body.outcome == "cancelled" and status.desired is DesiredState.RUN:
         raise InvalidRequest("reports: got outcome 'cancelled'; nobody asked for that")
     return next_attempt_state(state, ENDINGS[body.outcome])
-
-
-def _kind(body: ReportBody) -> str:
-    return str(type(body).__struct_config__.tag)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy.orm import Session
 
-from octet.api_schemas.alert import Alert, AlertName, Severity
+from octet.api_schemas.catalog import Alert, AlertName, Severity
 from octet.service import store
 from octet.service.store.alerts import LateJob
 

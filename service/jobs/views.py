@@ -66,21 +66,12 @@ def speed(tokens: int, step_time_s: float) -> float | None:
 
 
 def metric_point(row: Point) -> MetricPoint:
-    return MetricPoint(
-        step=row.step,
-        at=row.at,
-        attempt_id=row.attempt_id,
-        loss=row.loss,
-        gradient_norm=row.gradient_norm,
-        learning_rate=row.learning_rate,
-        tokens=row.tokens,
-        step_time_s=row.step_time_s,
-        data_wait_s=row.data_wait_s,
-        tokens_per_s=speed(row.tokens, row.step_time_s) or 0.0,
-        evaluation_loss=row.evaluation_loss,
-        evaluation_perplexity=perplexity(row.evaluation_loss),
-        evaluation_metrics=dict(row.evaluation_metrics or {}),
-    )
+    derived = {
+        "tokens_per_s": speed(row.tokens, row.step_time_s) or 0.0,
+        "evaluation_perplexity": perplexity(row.evaluation_loss),
+        "evaluation_metrics": dict(row.evaluation_metrics or {}),
+    }
+    return MetricPoint.model_validate(row._asdict() | derived)
 
 
 def _progress(row: ShownRow, steps_of_spec: int | None) -> Progress | None:
@@ -99,15 +90,8 @@ def _progress(row: ShownRow, steps_of_spec: int | None) -> Progress | None:
 
 
 def _start_times(row: ShownRow) -> StartTimes:
-    return StartTimes.model_construct(
-        accepted_at=row.created_at,
-        placed_at=row.placed_at,
-        process_up_at=row.process_up_at,
-        torch_imported_at=row.torch_imported_at,
-        model_built_at=row.model_built_at,
-        first_step_at=row.first_step_at,
-        warmed_up_at=row.warmed_up_at,
-    )
+    phases = {name: getattr(row, name) for name in StartTimes.model_fields if name != "accepted_at"}
+    return StartTimes.model_construct(accepted_at=row.created_at, **phases)
 
 
 def perplexity(loss: float | None) -> float | None:

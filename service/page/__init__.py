@@ -5,7 +5,6 @@ address holds a hash of its content, so that a browser keeps it for good and nev
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from starlette.exceptions import HTTPException
@@ -45,8 +44,4 @@ def mount(router: Router) -> None:
         return Response(files[name], media_type=_TYPES[Path(name).suffix], headers=_FOR_GOOD)
 
     for path, endpoint in [*[(path, view) for path in VIEWS], ("/assets/{version}/{name:path}", asset)]:
-        router.routes.append(_route(path, endpoint))
-
-
-def _route(path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
-    return Route(path, endpoint, methods=["GET"])
+        router.routes.append(Route(path, endpoint, methods=["GET"]))

@@ -2,6 +2,7 @@
 
 from fastapi import APIRouter, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 
 from octet.api_schemas import Alert, Loop, Page
 from octet.service import store
@@ -15,6 +16,7 @@ from octet.service.telemetry.control_plane import TelemetryDep
 health = APIRouter(tags=["operations"])
 router = APIRouter(tags=["operations"])
 metrics = APIRouter(tags=["operations"])
+targets = APIRouter(prefix="/internal/v1/prometheus", tags=["operations"])
 
 
 @health.get("/healthz", operation_id="healthz", responses=answers(422))
@@ -71,3 +73,34 @@ def alerts(context: AppContextDep, tenant: VisibleTenantDep, limit: LimitQuery =
 def prometheus_metrics(telemetry: TelemetryDep) -> Response:
     """Metrics of the control plane, in Prometheus text format."""
     return Response(telemetry.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+# Ranks are shown to Prometheus by HTTP service discovery (`http_sd_configs`). Only ranks of live attempts are listed, so the
+# series of an ended job go away with its target.
+
+
+class TargetGroup(BaseModel):
+    """One target and its labels, in the words of Prometheus. `job` is the id of the job, not the name of a scrape."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
+@targets.get("/targets", operation_id="prometheus_targets", responses=answers(422))
+def prometheus_targets(context: AppContextDep) -> list[TargetGroup]:
+    """Every rank that serves metrics now."""
+    with context.database.read() as session:
+        return [
+            TargetGroup(
+                targets=[exporter.address],
+                labels={
+                    "job": attempt.job_id,
+                    "attempt": attempt.id,
+                    "rank": str(exporter.rank),
+                    "pool": attempt.pool,
+                    "tenant": job.tenant,
+                    "level": job.spec["precision"]["level"],
+                },
+            )
+            for exporter, attempt, job in store.records.live_exporters(session)
+        ]

@@ -15,40 +15,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Protocol
 
 from octet.api_schemas import FailureReason
 from octet.api_schemas.resources import TenantConfig
-from octet.service.store.queue import Loan, Use
+from octet.service.store.queue import Loan, QueuedJob, Use
 
 WAITS_FOR_PLAN = "the memory that it takes is being planned; others are placed meanwhile"
-
-
-class Queued(Protocol):
-    """A job in the queue, as the store reads it. Its former attempt is at large until its processes are known to be gone."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def pool(self) -> str: ...
-    @property
-    def tenant(self) -> str: ...
-    @property
-    def workers(self) -> int: ...
-    @property
-    def worker_counts(self) -> tuple[int, ...]: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def not_before(self) -> datetime | None: ...
-    @property
-    def former_attempt_at_large(self) -> bool: ...
-    @property
-    def former_lease_expires_at(self) -> datetime | None: ...
-    @property
-    def former_reason(self) -> FailureReason | None: ...
-    @property
-    def is_planned(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -103,14 +75,14 @@ class Decision:
 
 
 def decide(
-    queue: Iterable[Queued], pools: Iterable[PoolState], now: datetime, lease_grace_s: float, space: Space | None = None
+    queue: Iterable[QueuedJob], pools: Iterable[PoolState], now: datetime, lease_grace_s: float, space: Space | None = None
 ) -> list[Decision]:
     """Decide about every queued job, in the order in which they would start.
 
     A former attempt is certainly over `lease_grace_s` after its lease ends, because by then it has stopped itself. A job
     that has found the disk full waits for `space`; where that is unknown (None), only its back-off holds it.
     """
-    by_pool: dict[str, list[Queued]] = {}
+    by_pool: dict[str, list[QueuedJob]] = {}
     for job in sorted(queue, key=lambda job: (-job.priority, job.id)):
         by_pool.setdefault(job.pool, []).append(job)
     states = {pool.name: pool for pool in pools}
@@ -122,7 +94,7 @@ def decide(
 
 
 def _decide_pool(
-    jobs: list[Queued], pool: PoolState | None, now: datetime, lease_grace: timedelta, space: Space | None
+    jobs: list[QueuedJob], pool: PoolState | None, now: datetime, lease_grace: timedelta, space: Space | None
 ) -> Iterator[Decision]:
     free = pool.slots_free if pool else 0
     ahead: _Ahead | None = None
@@ -155,7 +127,7 @@ def _decide_pool(
 class _Ahead:
     """The job for which the jobs behind it wait, and the slots that come back to it."""
 
-    def __init__(self, job: Queued, pool: PoolState | None) -> None:
+    def __init__(self, job: QueuedJob, pool: PoolState | None) -> None:
         self.job = job
         self.lent = pool.lent if pool else 0
         self._leaving = pool.leaving if pool else 0
@@ -197,7 +169,7 @@ def to_reclaim(loans: Iterable[Loan], short: int) -> list[Loan]:
 class _Tenant:
     """The jobs of one tenant in the queue of a pool, in their order, and what it takes of the pool."""
 
-    def __init__(self, name: str, jobs: Iterable[Queued], pool: PoolState | None) -> None:
+    def __init__(self, name: str, jobs: Iterable[QueuedJob], pool: PoolState | None) -> None:
         self._name = name
         self.jobs = deque(jobs)
         config = pool.tenants.get(name) if pool else None
@@ -207,7 +179,7 @@ class _Tenant:
         self._slots_with_waiting = self._slots
         # Without it, the small jobs of one tenant could start each time when a pool is empty, and a large one of another never.
         self._last_turn = (0, 0.0 if use.started_at is None else use.started_at.timestamp())
-        self.blocker: Queued | None = None
+        self.blocker: QueuedJob | None = None
 
     @property
     def turn(self) -> tuple[bool, int, float, tuple[int, float], str]:
@@ -232,7 +204,7 @@ class _Tenant:
         self._slots_with_waiting += slots
         self._last_turn = (1, position)
 
-    def limit_reason(self, job: Queued, pool: str) -> str | None:
+    def limit_reason(self, job: QueuedJob, pool: str) -> str | None:
         of_pool = f"in pool {pool!r}"
         if self.blocker is not None:
             return f"{self.blocker.id} of the same tenant is ahead {of_pool} and waits for the tenant's limit"
@@ -250,13 +222,13 @@ class _Tenant:
 class _Turns:
     """The jobs of a pool in the order of the tenants' turns, which depends on what was decided about the jobs before."""
 
-    def __init__(self, jobs: Iterable[Queued], pool: PoolState | None) -> None:
-        by_tenant: dict[str, list[Queued]] = {}
+    def __init__(self, jobs: Iterable[QueuedJob], pool: PoolState | None) -> None:
+        by_tenant: dict[str, list[QueuedJob]] = {}
         for job in jobs:
             by_tenant.setdefault(job.tenant, []).append(job)
         self._waiting = [_Tenant(name, own, pool) for name, own in by_tenant.items()]
 
-    def __iter__(self) -> Iterator[tuple[Queued, _Tenant]]:
+    def __iter__(self) -> Iterator[tuple[QueuedJob, _Tenant]]:
         while self._waiting:
             tenant = min(self._waiting, key=lambda each: each.turn)
             yield tenant.jobs.popleft(), tenant
@@ -269,7 +241,7 @@ def most_of(worker_counts: tuple[int, ...], free: float) -> int | None:
     return next((count for count in worker_counts if count <= free), None)
 
 
-def _own_reason(job: Queued, now: datetime, lease_grace: timedelta) -> str | None:
+def _own_reason(job: QueuedJob, now: datetime, lease_grace: timedelta) -> str | None:
     if job.former_attempt_at_large:
         lease_ends = job.former_lease_expires_at
         if lease_ends is None or now <= lease_ends + lease_grace:
@@ -279,7 +251,7 @@ def _own_reason(job: Queued, now: datetime, lease_grace: timedelta) -> str | Non
     return None
 
 
-def _space_reason(job: Queued, space: Space | None) -> str | None:
+def _space_reason(job: QueuedJob, space: Space | None) -> str | None:
     if job.former_reason is not FailureReason.STORAGE_FULL or space is None or space.free_bytes >= space.needed_bytes:
         return None
     return (
@@ -288,16 +260,16 @@ def _space_reason(job: Queued, space: Space | None) -> str | None:
     )
 
 
-def waits_for_plan(job: Queued, pool: PoolState | None) -> bool:
+def waits_for_plan(job: QueuedJob, pool: PoolState | None) -> bool:
     """Return True for a job that is planned before it is placed, and has no plan yet."""
     return pool is not None and pool.needs_plans and not job.is_planned
 
 
-def _plan_reason(job: Queued, pool: PoolState | None) -> str | None:
+def _plan_reason(job: QueuedJob, pool: PoolState | None) -> str | None:
     return WAITS_FOR_PLAN if waits_for_plan(job, pool) else None
 
 
-def _pool_reason(job: Queued, pool: PoolState | None, free: int, ahead: _Ahead | None) -> str | None:
+def _pool_reason(job: QueuedJob, pool: PoolState | None, free: int, ahead: _Ahead | None) -> str | None:
     if pool is None:
         return f"pool {job.pool!r} is not configured any more; ask the operator"
     if pool.slots_present is None:
@@ -314,7 +286,7 @@ def _pool_reason(job: Queued, pool: PoolState | None, free: int, ahead: _Ahead |
     return None
 
 
-def _slots_of(job: Queued, pool: PoolState) -> str:
+def _slots_of(job: QueuedJob, pool: PoolState) -> str:
     """Write the fewest slots with which a job starts."""
     fewest = job.worker_counts[-1]
     return f"{fewest} slot{'s' if fewest > 1 else ''} of pool {pool.name!r}"

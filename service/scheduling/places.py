@@ -12,8 +12,7 @@ from octet.service import store
 from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
 from octet.service.scheduling.decide import Decision, PoolState, decide, waits_for_plan
-from octet.service.scheduling.pools import read_pools
-from octet.service.scheduling.space import space_for
+from octet.service.scheduling.pools import read_pools, space_for
 from octet.service.settings import Settings
 from octet.service.store.queue import Place, QueuedJob
 from octet.service.store.tallies import Tallies

@@ -1,12 +1,15 @@
 """Reads the state of the pools for a decision: slots, what tenants and loans take of them, and what comes back."""
 
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from octet.api_schemas import PoolConfig
+from octet.api_schemas import FailureReason, PoolConfig
 from octet.service import store
 from octet.service.db.bulk import Transaction
-from octet.service.scheduling.decide import PoolState
+from octet.service.scheduling.decide import PoolState, Space
+from octet.service.settings import Settings
+from octet.service.store.queue import QueuedJob
 
 
 def read_pools(
@@ -33,3 +36,13 @@ def read_pools(
         )
         for pool in pools
     ]
+
+
+def space_for(queue: Iterable[QueuedJob], settings: Settings) -> Space | None:
+    """Measure the file system of the data folder. None if no job waits for space, or if this process has no such folder."""
+    if all(job.former_reason is not FailureReason.STORAGE_FULL for job in queue):
+        return None
+    try:
+        return Space(shutil.disk_usage(settings.data_dir).free, settings.free_space_bytes)
+    except OSError:
+        return None

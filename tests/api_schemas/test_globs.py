@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from octet.api_schemas.data.globs import matches
+from octet.api_schemas.data.text import matches
 
 PARTS = ("**/", "**", "*", "?", "a", "b", "ab", ".", "/", "\n", "é")
 

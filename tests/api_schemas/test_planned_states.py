@@ -24,14 +24,14 @@ from octet.worker.mesh import Axes, Mesh
 from octet.worker.metrics.memory import memory_report
 from octet.worker.models import build_model
 from octet.worker.models.blocks import repeated_blocks
-from octet.worker.models.meta import parameters_on_meta
+from octet.worker.models.initial import parameters_on_meta
 from octet.worker.optim import build_optimizer
 from octet.worker.optim.schedule import parameter_groups
 from octet.worker.parallel import Parallel, on_mesh
 from octet.worker.parallel.tensor_plan import plan_of, roles_of
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.memory_options import prepare_steps
-from octet.worker.train.average import MovingAverage
+from octet.worker.train.build import MovingAverage
 from octet.worker.train.loop import Trainer
 from tests.kit.families import batch_of
 from tests.kit.ports import free_port

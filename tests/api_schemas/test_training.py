@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from octet.api_schemas import JobSpec, TrainingSpec, explain
-from octet.api_schemas.training_presets import TRAINING_PRESETS
+from octet.api_schemas.training import TRAINING_PRESETS
 
 
 @pytest.mark.parametrize("name", TRAINING_PRESETS)

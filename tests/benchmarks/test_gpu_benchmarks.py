@@ -26,9 +26,8 @@ from benchmarks.gpu import (
     speedups,
     train,
 )
-from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.report import COLUMNS, ERROR, NOT_REACHED, Report, Row, Target, first_line
-from benchmarks.gpu.session import Case, Section, Session
+from benchmarks.gpu.session import Case, Ceilings, Section, Session
 from benchmarks.gpu.timing import Timer, Timing
 from octet.worker.fp8.speedups import load_tables
 from tests.kit.waiting import WHOLE_RUN_S

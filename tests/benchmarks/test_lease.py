@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import accuracy, lease, session
-from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.session import Section, Session
+from benchmarks.gpu.session import Ceilings, Section, Session
 from benchmarks.gpu.timing import Timer
 
 START_OF_THE_MACHINE_S = 60.0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octet.client.sse import ServerSentEvent, parse_sse
+from octet.client.connection import ServerSentEvent, parse_sse
 
 STREAM = (
     b": keep-alive\n\n"

@@ -26,9 +26,8 @@ from octet.service.cluster.ray.node import RayNode
 from octet.service.db.engine import Database
 from octet.service.db.migrate import known_revisions
 from octet.service.jobs import commands
-from octet.service.processes.dispatcher import dispatch, slots_wanted
+from octet.service.processes.dispatcher import dispatch, serving_metrics, slots_wanted
 from octet.service.processes.startup import cluster_settings
-from octet.service.telemetry.dispatcher import serving_metrics
 from octet.service.telemetry.loops import LoopHealth
 from tests.kit.ports import free_port
 from tests.kit.waiting import LONG_S, wait_until

@@ -15,10 +15,9 @@ from octet.api_schemas import CheckpointRef, CheckpointReport, EventReport, Expo
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.fp8.convert import FilteredLayer
 from octet.worker.fp8.fallback import Fallback
-from octet.worker.fp8.statistics import OperandSample
 from octet.worker.mesh import Mesh
 from octet.worker.metrics.exporter import DROPPED, MAX_SERIES, Exporter, MetricsCollector, exported, local_address_towards
-from octet.worker.metrics.table import FAMILIES, OPERANDS, PHASES, Metrics
+from octet.worker.metrics.table import FAMILIES, OPERANDS, PHASES, Metrics, OperandSample
 from octet.worker.reporting.reporter import LogReporter
 from octet.worker.train.loop import Trainer
 from tests.kit.waiting import LONG_S

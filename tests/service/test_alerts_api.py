@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from pydantic import ValidationError
 
 from octet.api_schemas import CheckpointReport
-from octet.api_schemas.alert import AlertName
+from octet.api_schemas.catalog import AlertName
 from octet.service.app import create_app
 from octet.service.jobs import alerts
 from octet.service.jobs.alerts import RULES

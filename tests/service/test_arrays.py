@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from octet.service.db.arrays import array_text
-from octet.service.db.bulk import run
+from octet.service.db.bulk import array_text, run
 from octet.service.db.engine import Database
 
 TEXTS = [

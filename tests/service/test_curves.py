@@ -13,8 +13,7 @@ from sqlalchemy.orm import Session
 
 from octet.service import store
 from octet.service.db import migrate
-from octet.service.db.columns import UtcDateTime
-from octet.service.db.tables import CurvePartRow, EvaluationRow, JobRow
+from octet.service.db.tables import CurvePartRow, EvaluationRow, JobRow, UtcDateTime
 from octet.service.store import curves
 from octet.service.store.curves import Point
 from tests.service.test_database import without_curve_parts, without_rows

@@ -96,22 +96,39 @@ def read(content: bytes) -> Any:
     except ValidationError:
         return None
     assert all(each.at.tzinfo is UTC for each in batch.reports)
-    return judged(msgspec.json.encode(batch))
+    return judged(written(batch))
+
+
+def written(batch: Batch) -> bytes:
+    """Write what the parser has read as a rank would send it."""
+    reports = [{"seq": each.seq, "at": each.at, "body": body_of(each.body)} for each in batch.reports]
+    return msgspec.json.encode({"epoch": batch.epoch, "rank": batch.rank, "reports": reports})
+
+
+def body_of(body: ReportBody) -> Any:
+    return body if isinstance(body, batches.StepReport) else json.loads(body.model_dump_json())
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_every_kind_is_read_by_msgspec_as_by_the_contract(kind: str) -> None:
+def test_every_kind_is_read_as_by_the_contract_without_a_look_at_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     content = json.dumps(batch_of(BODIES[kind])).encode()
-    assert msgspec.json.decode(content, type=Batch) == read_batch(content)
+    with monkeypatch.context() as without_the_contract:
+        without_the_contract.delattr(batches, "ReportBatch")
+        (found,) = read_batch(content).reports
+    assert isinstance(found.body, batches.StepReport if kind == "step" else getattr(report, f"{kind.title()}Report"))
     assert read(content) == judged(content) != None  # noqa: E711
 
 
-@pytest.mark.parametrize("kind", BODIES)
-def test_each_struct_has_the_fields_of_its_contract(kind: str) -> None:
-    (struct,) = [each for each in get_args(ReportBody) if each.__struct_config__.tag == kind]
-    contract = getattr(report, struct.__name__)
-    fields = {each.name: each.required for each in msgspec.structs.fields(struct)}
-    assert fields | {"kind": False} == {name: each.is_required() for name, each in contract.model_fields.items()}
+def test_every_kind_of_the_contract_has_an_example() -> None:
+    union, _ = get_args(report.ReportBody)
+    kinds = {each.model_fields["kind"].default for each in get_args(union)}
+    assert kinds == {*BODIES, "export"}
+    assert {each.__name__ for each in get_args(ReportBody)} == {each.__name__ for each in get_args(union)}
+
+
+def test_the_struct_has_the_fields_of_its_contract() -> None:
+    fields = {each.name: each.required for each in msgspec.structs.fields(batches.StepReport)}
+    assert fields == {name: each.is_required() or name == "kind" for name, each in report.StepReport.model_fields.items()}
 
 
 @pytest.mark.parametrize("kind", BODIES)

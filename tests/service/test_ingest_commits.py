@@ -10,11 +10,10 @@ from octet.api_schemas import FinishedReport, JobState
 from octet.service.app import create_app
 from octet.service.db.group_commit import GroupCommit
 from octet.service.errors import InvalidRequest, StaleAttempt, Unauthenticated
-from octet.service.ingest import tokens
-from octet.service.ingest.app import Ingest
+from octet.service.ingest import app
+from octet.service.ingest.app import AttemptTokens, Ingest
 from octet.service.ingest.apply import Applied
 from octet.service.ingest.batches import SentBatch
-from octet.service.ingest.tokens import AttemptTokens
 from tests.kit.waiting import LONG_S
 from tests.service.invariants import check_invariants
 from tests.service.simulation import curve
@@ -105,7 +104,7 @@ def test_a_transaction_has_a_limit(world: World, commits: Commits, monkeypatch: 
 
 
 def test_a_token_is_remembered_once_it_was_right(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "TOKENS_KEPT", 2)
+    monkeypatch.setattr(app, "TOKENS_KEPT", 2)
     known = AttemptTokens(world.database)
     ranks = [world.start(name=f"job-{number}", pool="h100")[1] for number in range(3)]
     attempt_id, token = ranks[0].order.attempt_id, ranks[0].order.token

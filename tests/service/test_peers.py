@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from octet.service.db.engine import Database
-from octet.service.processes.peers import shows_users, user_of
+from octet.service.processes.connections import shows_users, user_of
 from octet.service.settings import Settings
 from tests.service.serving import serving
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from octet.service.errors import NotReady, TooManyRequests
-from octet.service.jobs.turns import FairTurns
+from octet.service.jobs.admission import FairTurns
 from tests.kit.waiting import LONG_S
 
 

@@ -25,7 +25,7 @@ from octet.service import store
 from octet.service.cluster.fake import FakeLauncher
 from octet.service.db.engine import Database
 from octet.service.db.tables import AttemptRow, EventRow
-from octet.service.dispatcher import compare, drain, grow, launch, limit, orphans, place, plan, reclaim, release, watch
+from octet.service.dispatcher import compare, launch, make_way, orphans, place, plan, release, watch
 from octet.service.dispatcher import context as dispatcher_context
 from octet.service.dispatcher.context import DispatcherContext, JobPlanner
 from octet.service.ingest.apply import Applied, apply_all
@@ -139,14 +139,15 @@ class World:
     def dispatch(self, look: Callable[[], object] = lambda: None) -> None:
         """Run every loop of jobs once. look: called after each."""
         self.renew()
-        for loop in (plan, place, reclaim, launch, watch, release, grow, limit, compare):
-            loop.step(self.context)
+        steps = (plan.step, place.step, make_way.reclaim, launch.step, watch.step, release.step)
+        for step in (*steps, make_way.grow, make_way.limit, compare.step):
+            step(self.context)
             look()
 
     def drain(self) -> int:
         """Look after the jobs of a server that stops, which places nothing more."""
         self.renew()
-        num_live = drain.step(self.context)
+        num_live = make_way.drain(self.context)
         watch.step(self.context)
         release.step(self.context)
         return num_live

@@ -19,9 +19,9 @@ from octet.worker.fp8.accelerator import is_accelerator
 from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.operand import advance
-from octet.worker.fp8.statistics import OperandSample
 from octet.worker.kernels.torch_private import foreach_copy_
 from octet.worker.metrics.readback import HostCopy
+from octet.worker.metrics.table import OperandSample
 
 STEPS_LATE = 4
 """The host is rarely further ahead of a device: a step has hundreds of launches, and a CUDA stream queues 1024."""

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from octet.api_schemas import CheckpointRef
 from octet.worker.checkpoint import BadCheckpoint, complete_in, load_together, save
-from octet.worker.checkpoint.random_state import random_state, set_random_state
-from octet.worker.checkpoint.resume import resume
+from octet.worker.checkpoint.resume import random_state, resume, set_random_state
 from octet.worker.mesh import Axis
 from octet.worker.parallel import Parallel
 

@@ -12,7 +12,6 @@ from octet.worker.kernels.gemm import matmul
 from octet.worker.kernels.gradients import accumulate_, clamp_, clip_, mean_of_shards, norms, quantize_gradient, total_norm
 from octet.worker.kernels.known_scale import KnownScale, complete
 from octet.worker.kernels.linear import count_flops, linear_gradients, linear_output
-from octet.worker.kernels.measurement import measure
 from octet.worker.kernels.normalization import Normalized, normalize, normalize_backward
 from octet.worker.kernels.operands import (
     QuantizedOperand,
@@ -26,6 +25,7 @@ from octet.worker.kernels.quantization import (
     dequant_scale_from_amax,
     dequantize,
     encode,
+    measure,
     quantize,
     split_dequantize,
     values_of,

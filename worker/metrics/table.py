@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from octet.api_schemas import CheckpointReport, EvaluationReport, ReportBody, StartedReport, StepReport
 
@@ -97,21 +97,23 @@ FAMILIES = (
 _BY_NAME = {family.name: family for family in FAMILIES}
 
 
-class OperandSample(Protocol):
-    """The fields of `octet.worker.fp8.statistics.OperandSample` that are read here."""
+@dataclass(frozen=True)
+class OperandSample:
+    """The error of one operand of one layer in FP8, in an optimizer step that samples it: some of its rows, or all.
 
-    @property
-    def operand(self) -> str: ...
-    @property
-    def amax(self) -> float: ...
-    @property
-    def dequant_scale(self) -> float: ...
-    @property
-    def overflow_ratio(self) -> float: ...
-    @property
-    def underflow_ratio(self) -> float: ...
-    @property
-    def sqnr_db(self) -> float: ...
+    A matrix of at most 131,072 elements is read whole. overflow_ratio: share of elements clamped to the format's maximum.
+    underflow_ratio: share of non-zero elements that became zero. sqnr_db: signal to quantization noise; 31.5 dB for E4M3 and
+    25.5 dB for E5M2 where nothing is out of range. dequant_scale: the largest, where there are several.
+    """
+
+    step: int
+    layer: str
+    operand: str
+    amax: float
+    dequant_scale: float
+    overflow_ratio: float
+    underflow_ratio: float
+    sqnr_db: float
 
 
 class Lap:

@@ -9,7 +9,6 @@ Shape suffixes: B sequences, T tokens, D hidden, H heads, V vocabulary.
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,8 @@ from octet.api_schemas import ANY_FILE, Files, GPTSizes, GPTSpec
 from octet.worker.models.context import CausalAttention
 from octet.worker.models.documents import attention_mask, positions_in_documents
 from octet.worker.models.initial import Constant, Initial, Normal, draw_parameters
-from octet.worker.models.language import checked_length, next_token_losses
-from octet.worker.models.model import Losses, Part, TensorRole, TrainedModel
+from octet.worker.models.language import LanguageModel, checked_length
+from octet.worker.models.model import Part, TensorRole
 
 
 class Attention(CausalAttention):
@@ -64,7 +63,7 @@ class Block(nn.Module):
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
 
-class GPT(TrainedModel):
+class GPT(LanguageModel):
     """Maps tokens to logits of the next token."""
 
     def __init__(self, sizes: GPTSizes, seed: int = 0) -> None:
@@ -105,16 +104,6 @@ class GPT(TrainedModel):
         for index in part.blocks:
             hidden_BTD = self.blocks[index](hidden_BTD, mask_B1TT)
         return self.head(self.final_norm(hidden_BTD)) if part.is_last else hidden_BTD
-
-    def loss(self, batch: Mapping[str, Tensor], **of_part: Any) -> Losses:
-        """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once.
-
-        of_part: `part` and `hidden_BTD` of `forward`, for the last part.
-        """
-        logits_BTV = self(batch["tokens"], batch.get("documents"), **of_part)
-        return next_token_losses(
-            logits_BTV, batch, with_metrics=not self.training, vocabulary=self.vocabulary, context=self.context
-        )
 
     @property
     def tensor_plan(self) -> Mapping[str, TensorRole]:

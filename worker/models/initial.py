@@ -4,12 +4,15 @@ All parameters of a model are drawn from one generator on the CPU, in the model'
 generator by as many numbers as drawing it would take.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 _CHUNK = 1 << 20
 """Numbers that are passed over at a time."""
@@ -80,3 +83,20 @@ def _is_countable() -> bool:
         torch.empty(num_elements).normal_(generator=drawn)
         _pass_over(num_elements, counted)
     return torch.equal(drawn.get_state(), counted.get_state())
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Put every parameter that this thread's modules register on `meta`; buffers stay where they are made."""
+    builder = threading.get_ident()
+
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or threading.get_ident() != builder:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # it may return a parameter
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -11,7 +11,6 @@ Shape suffixes: B sequences, T tokens, D hidden, H heads, d elements of a head, 
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,8 @@ from octet.api_schemas.models.llama import LlamaSizes, LlamaSpec
 from octet.worker.models.context import CausalAttention
 from octet.worker.models.documents import attention_mask, positions_in_documents
 from octet.worker.models.initial import Constant, Initial, Normal, draw_parameters
-from octet.worker.models.language import checked_length, next_token_losses
-from octet.worker.models.model import Losses, Part, TensorRole, TrainedModel
+from octet.worker.models.language import LanguageModel, checked_length
+from octet.worker.models.model import Part, TensorRole
 
 
 class Attention(CausalAttention):
@@ -75,7 +74,7 @@ class Block(nn.Module):
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
 
-class Llama(TrainedModel):
+class Llama(LanguageModel):
     """Maps tokens to logits of the next token."""
 
     def __init__(self, sizes: LlamaSizes, seed: int = 0) -> None:
@@ -117,16 +116,6 @@ class Llama(TrainedModel):
         for index in part.blocks:
             hidden_BTD = self.blocks[index](hidden_BTD, turns, mask_B1TT)
         return self.head(self.final_norm(hidden_BTD)) if part.is_last else hidden_BTD
-
-    def loss(self, batch: Mapping[str, Tensor], **of_part: Any) -> Losses:
-        """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once.
-
-        of_part: `part` and `hidden_BTD` of `forward`, for the last part.
-        """
-        logits_BTV = self(batch["tokens"], batch.get("documents"), **of_part)
-        return next_token_losses(
-            logits_BTV, batch, with_metrics=not self.training, vocabulary=self.vocabulary, context=self.context
-        )
 
     @property
     def tensor_plan(self) -> Mapping[str, TensorRole]:

@@ -1,13 +1,16 @@
 """Take over an optimizer for a level: its parameter groups, and its states if it has stepped."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from octet.api_schemas.levels import Level
+from octet.worker.fp8.casts import TRAINABLE_DTYPES
 from octet.worker.optim.optimizer import LowBitOptimizer
 from octet.worker.optim.registry import OPTIMIZERS
 from octet.worker.optim.rules.adam import LowBitAdamW
+from octet.worker.optim.shards import check_states
 
 REPRESENTABLE: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, *OPTIMIZERS)
 _UNREPRESENTABLE_OPTIONS = ("amsgrad", "differentiable")
@@ -50,3 +53,24 @@ def own_options(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict
     dropped = {*_UNREPRESENTABLE_OPTIONS, *_IMPLEMENTATION_OPTIONS}
     dropped |= {name for name in group if name.endswith("_codec") and group[name] == optimizer.defaults.get(name)}
     return {name: value for name, value in group.items() if name not in dropped}
+
+
+def check_adoptable(optimizer: torch.optim.Optimizer, level: Level) -> None:
+    """Raise ValueError for options, hyperparameters, dtypes or states that `adopt` refuses. Changes nothing.
+
+    optimizer: of a class in REPRESENTABLE.
+    """
+    rule = type(optimizer).rule if isinstance(optimizer, LowBitOptimizer) else LowBitAdamW.rule
+    defaults = rule.defaults(**{f"{state}_codec": getattr(level, state) for state in rule.state_codecs})
+    own = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
+    for group in optimizer.param_groups:
+        options = own | own_options(group, optimizer)
+        rule.check(options)
+        for parameter in group["params"]:
+            if parameter.dtype not in TRAINABLE_DTYPES:
+                raise ValueError(
+                    f"a parameter has dtype {parameter.dtype}; allowed: {', '.join(map(str, TRAINABLE_DTYPES))}. "
+                    "Cast the model, or give this parameter an optimizer of its own."
+                )
+            if state := optimizer.state.get(parameter):
+                check_states(state, rule.of(options))

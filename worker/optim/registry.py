@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from octet.api_schemas.optimization import OptimizerName, OptimizerSpec
+from octet.worker.kernels.torch_private import leave_the_compiler_unloaded
 from octet.worker.optim.optimizer import LowBitOptimizer
 from octet.worker.optim.rules import adam, lion, muon, sgd
 from octet.worker.optim.rules.rule import Group
@@ -37,3 +38,22 @@ REGISTRY: Mapping[OptimizerName, Registered] = {
 }
 OPTIMIZERS: tuple[type[LowBitOptimizer], ...] = tuple(dict.fromkeys(each.low_bit for each in REGISTRY.values()))
 """One for each rule."""
+
+
+def build_optimizer(
+    parameter_groups: list[dict[str, Any]], spec: OptimizerSpec, gradient_clip: float | None = None
+) -> torch.optim.Optimizer:
+    """Build the optimizer of fp32 parameters that a spec names, before conversion. A group's own `weight_decay` goes first.
+
+    gradient_clip: the largest norm of gradients, by which SGD bounds its steps; None: 1.
+    """
+    leave_the_compiler_unloaded()
+    return REGISTRY[spec.name].build(parameter_groups, spec, gradient_clip)
+
+
+def make_by_name(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Make an optimizer of all of a model's parameters, with default hyperparameters. ValueError for other names."""
+    registered = {str(known): each for known, each in REGISTRY.items()}.get(name)
+    if registered is None:
+        raise ValueError(f"optimizer_name is {name!r}; allowed: {', '.join(REGISTRY)}. Or make an optimizer and pass it.")
+    return registered.user(registered.groups(model))

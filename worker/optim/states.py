@@ -1,12 +1,12 @@
 """The data of a low-bit optimizer: for each parameter its stored weight, its range of elements, and its states.
 
-This is a torch optimizer without a step. `stepper.py` steps the parameters, by kernels or by plain
+This is a torch optimizer without a step. `optimizer.py` steps the parameters, by kernels or by plain
 torch; `sharding.py` changes which elements a rank holds; `held` returns a read-only view of one
 parameter.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
@@ -22,12 +22,23 @@ from octet.worker.kernels.rounding import NUMBERS_PER_DRAW
 from octet.worker.kernels.torch_private import STEP_HOOKS, local_of
 from octet.worker.metrics.readback import DeferredValue, HostCopy
 from octet.worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
-from octet.worker.optim.held import HeldParameter
 from octet.worker.optim.host_states import HostStates
 from octet.worker.optim.origin import Origin, is_small
 from octet.worker.optim.rules.rule import Defaults, Group, Rule
-from octet.worker.optim.saved_states import CUT, NUMBERS, check_parts, check_states, copy_parts, entries_of_piece, wrong_dtype
-from octet.worker.optim.shards import Shards, as_shards, local_parts, origin_of, take_rows
+from octet.worker.optim.shards import (
+    CUT,
+    NUMBERS,
+    Shards,
+    as_shards,
+    check_parts,
+    check_states,
+    copy_parts,
+    entries_of_piece,
+    local_parts,
+    origin_of,
+    take_rows,
+    wrong_dtype,
+)
 from octet.worker.optim.weights import (
     Bf16Weight,
     CodesWeight,
@@ -42,6 +53,45 @@ from octet.worker.optim.weights import (
     new_master,
     settle,
 )
+
+
+@dataclass(frozen=True, eq=False)
+class HeldParameter:
+    """A parameter with what the optimizer keeps for it. The tensors are the optimizer's own: a step changes them in place.
+
+    parameter: of the model; under ZeRO a 1-D piece of it, of codes where `weight` is not None.
+    state: by name the stored states, dicts of tensors, and `step`; empty before they are allocated.
+    codecs: the name of each state's codec, in the rule's order.
+    """
+
+    parameter: Tensor
+    group: Group
+    origin: Origin
+    state: Mapping[str, Any]
+    codecs: tuple[str, ...]
+    weight: QuantizedWeight | None
+
+    @property
+    def dequant_scale(self) -> Tensor | None:
+        """The scale of the codes, fp32 (); None for a plain parameter."""
+        return None if self.weight is None else self.weight.dequant_scale
+
+    @property
+    def amax(self) -> Tensor | None:
+        """The largest magnitude of the whole weight's values, fp32 (); None for a plain parameter."""
+        return None if self.weight is None else self.weight.amax
+
+    @property
+    def residual(self) -> Tensor | None:
+        """The INT8 digits that E4M3 codes round away, for the elements that are stepped; None where nothing holds them."""
+        return None if self.weight is None else self.weight.residual
+
+    @property
+    def master(self) -> Parts | None:
+        """The master weight, flat FP16 codes with one scale; None where the codes are fine enough to be trained."""
+        master: Parts | None = self.state.get("master_weights")
+        return master
+
 
 WRITE_STREAM = 1 << 30
 """The first random stream of writes from outside; those below are of steps, those from 1 << 31 of gradients."""

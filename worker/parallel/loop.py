@@ -5,19 +5,19 @@ of the model, `step` runs their passes (`pipeline/loop.py`).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from octet.worker.kernels.torch_private import disabled_torch_function, make_wrapper_subclass
 from octet.worker.mesh import Axes
 from octet.worker.parallel.batches import Inputs, LossFunction, MicroBatch, check_batch, loss_divisors, micro_batches_of
 from octet.worker.parallel.buckets import gradient_dtype
 from octet.worker.parallel.parallel import Parallel
 from octet.worker.parallel.rank_random import RankRandom
-from octet.worker.parallel.sharded_grad import ShardedGrad
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
@@ -173,3 +173,45 @@ class ParallelLoop(Parallel):
         """Put a gradient that may not be read where None would stand for no gradient, since the ranks hold it in pieces."""
         for parameter in getattr(self.optimizer, "pieces", {}):
             parameter.grad = ShardedGrad(parameter.shape, gradient_dtype(parameter), parameter.device)
+
+
+# A gradient without values, which a parameter holds while the ranks hold its mean in pieces (ZeRO).
+#
+# Without it the gradient would be None, and `torch.nn.utils.clip_grad_norm_(model.parameters(), …)` would clip nothing and
+# return 0. Every op on it is refused with what to call instead.
+
+_REFUSED = (
+    "this gradient is divided over the ranks (ZeRO): no rank holds it. Allowed: Parallel.clip_grad_norm_(max_norm) in place of "
+    "torch.nn.utils.clip_grad_norm_; optimizer.step() or optimizer.zero_grad() before another backward pass. Use no_sync for "
+    "all micro-batches but the last."
+)
+
+
+class ShardedGrad(Tensor):
+    """Presents as a gradient of a shape and holds no values. Every op raises ValueError."""
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "ShardedGrad":
+        made: ShardedGrad = make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedGrad(shape={tuple(self.shape)}, device={self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Return no tensors, so that it counts no bytes."""
+        return [], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: Any, context: None, size: torch.Size, stride: tuple[int, ...]) -> "ShardedGrad":
+        raise ValueError(_REFUSED)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # by which torch hands a gradient on without reading it
+            return args[0]
+        raise ValueError(_REFUSED)

@@ -9,26 +9,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from octet.api_schemas import AxisName
 from octet.api_schemas.layout import WideDtype
+from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.stored import exact_state_dict
+from octet.worker.fp8.weight import Float8Weight
 from octet.worker.mesh import Axes, Axis, TensorInPieces
 from octet.worker.models.model import Losses, TrainedModel
 from octet.worker.optim import LowBitOptimizer, clip_grad_norm_
 from octet.worker.optim.shards import agree_on_finite
-from octet.worker.parallel.agree import agree_on_amaxes
 from octet.worker.parallel.data_parallel import MAX_ELEMENTS, GradientBuckets
 from octet.worker.parallel.norm import clip_together
 from octet.worker.parallel.pipeline.parallel import PipelinedModel
 from octet.worker.parallel.sharded_blocks import parameters_of_blocks
 from octet.worker.parallel.strategy import DividedModel
 from octet.worker.parallel.tensor import TensorShards
-from octet.worker.parallel.values import read_over_ranks
 from octet.worker.parallel.zero import ShardedStates, check_zero
+from octet.worker.prepare.export_state_dict import OwnParameters, set_reader
 
 if TYPE_CHECKING:
     from octet.worker.parallel.pipeline.schedule import PipelineRun  # loads torch's pipelining, which takes a second
@@ -244,3 +246,67 @@ class Parallel:
 def late_state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state dict of an optimizer, without a wait of the host."""
     return optimizer.late_state_dict() if isinstance(optimizer, LowBitOptimizer) else optimizer.state_dict()
+
+
+# The numbers on which ranks that train one model agree in each step, so that they all hold the same codes.
+#
+# Before the optimizer's step: the amaxes of operands, which become the largest of all ranks that hold the same layers (as in
+# Transformer Engine's `reduce_amax`), and sampled statistics, which decide on demotions and become their mean. What they agree
+# on about weights and gradients is in `optim/shards.py`.
+
+
+def agree_on_amaxes(model: nn.Module, stage: Axis) -> None:
+    """Share amaxes and samples over the axis. All ranks quantize and sample the same operands in the same steps."""
+    if stage.size == 1:
+        return
+    scalings = [module for module in model.modules() if isinstance(module, OperandScaling)]
+    amaxes = [scaling.step_amax for scaling in scalings if scaling.recipe.amax_history_length]
+    if amaxes:
+        _reduce(amaxes, stage.max_)  # an infinity restarts a history as NaN does
+    samples = [scaling.sample for scaling in scalings if scaling.is_sampled]
+    if samples:
+        _reduce(samples, lambda flat: stage.sum_(flat) / stage.size)
+
+
+def _reduce(tensors: list[Tensor], reduce: Callable[[Tensor], Tensor]) -> None:
+    """Reduce many small tensors as one tensor, in place."""
+    reduced = reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    for tensor, part in zip(tensors, reduced.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+# Read whole parameters of a model that ranks divide: the one reader of `plain_state_dict`, `export` and state dicts.
+#
+# A parameter at a time is gathered, as precisely as the ranks hold it: from pieces of its master weight or residual (ZeRO),
+# from its shards (tensor degree), or as it is. Each call is a collective; every rank gets the result.
+
+
+class WholeParameters:
+    """Reads parameters over the ranks that hold them. Does not keep what it reads from alive."""
+
+    def __init__(self, sharded: ShardedStates | None, shards: TensorShards) -> None:
+        self._sharded, self._shards = None if sharded is None else ref(sharded), ref(shards)
+
+    def values(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's values: fp32 of codes, else in its dtype."""
+        sharded = None if self._sharded is None else self._sharded()
+        own = OwnParameters().values(parameter) if sharded is None else sharded.values(parameter)
+        return self._joined(parameter, own)
+
+    def codes(self, weight: Float8Weight) -> Tensor:
+        """Return a weight's codes."""
+        sharded = None if self._sharded is None else self._sharded()
+        return self._joined(weight, weight.codes.detach() if sharded is None else sharded.codes(weight))
+
+    def _joined(self, parameter: Tensor, own: Tensor) -> Tensor:
+        shards = self._shards()
+        cut = None if shards is None else shards.cuts.get(parameter)
+        if shards is None or cut is None:
+            return own
+        return cut.join(list(shards.axis.start_gather(own.contiguous()).wait()))
+
+
+def read_over_ranks(model: nn.Module, sharded: ShardedStates | None, shards: TensorShards) -> None:
+    """Let a model that ranks divide be read whole."""
+    if sharded is not None or shards.cuts:
+        set_reader(model, WholeParameters(sharded, shards))

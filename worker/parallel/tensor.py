@@ -1,7 +1,7 @@
 """Tensor parallelism: each rank of the tensor axis holds a shard of every layer in the model's plan, and of its states.
 
 Layers are cut after the model was converted: codes, residuals and master weights are cut as they are, so that shards have
-the scale of the whole weight, and they keep one scale as the optimizer steps them (`agree.py`). Joined shards are the whole
+the scale of the whole weight, and they keep one scale as the optimizer steps them (`parallel.py`). Joined shards are the whole
 weight's codes. A shard is a new parameter, since autograd remembers the shape of one that it has seen.
 
 The plan of a model has the role of each layer (`tensor_plan.py`). With `sequence` the ranks also divide tokens (`sequence.py`).

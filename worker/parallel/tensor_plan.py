@@ -15,7 +15,7 @@ from octet.worker.fp8.layout import layout_of
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.mesh import Cut
 from octet.worker.models.model import TensorRole, TrainedModel
-from octet.worker.models.tensor_plan import plan_of_transformers
+from octet.worker.models.wrapped import plan_of_transformers
 
 Plan = Mapping[str, TensorRole]
 

@@ -19,7 +19,7 @@ from octet.worker.fp8 import weights
 from octet.worker.mesh import Axes
 from octet.worker.metrics.memory import memory_report
 from octet.worker.models import TrainedModel, build_model
-from octet.worker.models.meta import parameters_on_meta
+from octet.worker.models.initial import parameters_on_meta
 from octet.worker.optim import build_optimizer
 from octet.worker.optim.schedule import parameter_groups
 from octet.worker.parallel import Parallel, on_mesh, tensor

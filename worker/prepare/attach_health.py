@@ -14,7 +14,7 @@ from octet.worker.fp8.fsdp import holds_codes, is_shard
 from octet.worker.fp8.health import HealthEvent, StepKeeper
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.loss_scaling import LossScaling, scale_losses
-from octet.worker.fp8.statistics import OperandSample
+from octet.worker.metrics.table import OperandSample
 from octet.worker.optim import REPRESENTABLE, LowBitOptimizer, adopt, take_over
 
 

@@ -21,7 +21,7 @@ from octet.api_schemas import ANY_FILE, FamilySpec, Files, ModelSpec
 from octet.api_schemas.training import AdapterSpec
 from octet.worker.fp8.layout import layout_of
 from octet.worker.models.huggingface import build_without_values
-from octet.worker.models.meta import parameters_on_meta
+from octet.worker.models.initial import parameters_on_meta
 from octet.worker.prepare.adapters import NAME, SEPARATOR
 from octet.worker.pretrained.files import PretrainedFiles
 from octet.worker.pretrained.folder import ShardWriter, new_folder

@@ -16,7 +16,7 @@ from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.weight import is_float8_weight
 from octet.worker.models import build_model
 from octet.worker.models.huggingface import build_without_values
-from octet.worker.models.meta import parameters_on_meta
+from octet.worker.models.initial import parameters_on_meta
 from octet.worker.optim import build_optimizer
 from octet.worker.optim.schedule import parameter_groups
 from octet.worker.prepare.average import AveragedModel

@@ -17,7 +17,7 @@ from octet.api_schemas import SpecConflict
 from octet.worker.common.deferred import defer_parameters
 from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.linear import Float8Linear
-from octet.worker.models.meta import parameters_on_meta
+from octet.worker.models.initial import parameters_on_meta
 from octet.worker.optim import LowBitOptimizer
 from octet.worker.parallel.materialize import Unfilled, fill_later, unfilled_parameters
 from octet.worker.prepare.convert import share_rounding

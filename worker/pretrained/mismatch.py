@@ -27,7 +27,7 @@ from octet.api_schemas.models.huggingface import HuggingFaceSpec
 from octet.worker.fp8.weight import is_float8_weight
 from octet.worker.models import TrainedModel, build_model
 from octet.worker.models.cross_entropy import IGNORED
-from octet.worker.models.meta import parameters_on_meta
+from octet.worker.models.initial import parameters_on_meta
 from octet.worker.models.wrapped import WrappedModel
 from octet.worker.prepare.export_state_dict import held_names
 from octet.worker.pretrained.compressed import Fp8Form

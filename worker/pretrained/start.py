@@ -1,6 +1,6 @@
 """Start a job's model: from random values, or from a folder, whose weights are read as the level converts them.
 
-Where ranks divide the model it is started without values, and no rank ever holds it whole (`values.py`).
+Where ranks divide the model it is started without values, and no rank ever holds it whole (`parallel/parallel.py`).
 """
 
 import logging
@@ -18,7 +18,7 @@ from octet.worker.fp8.experts import unstack_experts
 from octet.worker.mesh import Axis
 from octet.worker.models import TrainedModel, build_model
 from octet.worker.models.huggingface import build_from, build_without_values
-from octet.worker.models.meta import parameters_on_meta
+from octet.worker.models.initial import parameters_on_meta
 from octet.worker.optim import LowBitOptimizer
 from octet.worker.parallel import Parallel
 from octet.worker.parallel.materialize import Values, materialize

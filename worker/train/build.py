@@ -2,30 +2,69 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from octet.api_schemas import EventReport, ReportBody
+from octet.api_schemas import EventReport, FamilySizes, ReportBody
 from octet.worker.checkpoint.host_copies import HostCopies
 from octet.worker.common.config import TrainConfig
 from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.health import HealthEvent, LayerDemoted, StepKeeper
+from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.mesh import Mesh
+from octet.worker.metrics.memory import memory_report
 from octet.worker.metrics.table import Metrics
-from octet.worker.models.flops import flops_per_token
 from octet.worker.optim import build_optimizer
 from octet.worker.optim.schedule import parameter_groups
 from octet.worker.parallel import Parallel, on_mesh
 from octet.worker.prepare.adapters import add_adapters, attach_adapters
+from octet.worker.prepare.average import AveragedModel
 from octet.worker.prepare.blocks import WARM_UP_STEPS, CompileWatch
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.memory_options import prepare_steps
 from octet.worker.pretrained.job_export import check_export
 from octet.worker.pretrained.start import start_job
-from octet.worker.train.average import MovingAverage
 from octet.worker.train.step_graph import StepGraph, step_graph_of
+
+
+class MovingAverage:
+    """The average of a converted model's weights, or nothing if `decay` is None. Every rank holds it whole.
+
+    average = decay · average + (1 - decay) · weight after each step; the first step's weights begin it (Polyak and Juditsky
+    1992; Touvron et al. 2021, table 9). A weight stored as codes is averaged in fp32.
+    """
+
+    def __init__(self, model: nn.Module, decay: float | None) -> None:
+        self._average = None
+        if decay is not None:
+            self._average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+            self._average.requires_grad_(False)
+
+    def update(self, model: nn.Module) -> None:
+        """Take in the weights after a step."""
+        if self._average is not None:
+            self._average.update_parameters(model)
+
+    def best(self, model: nn.Module) -> nn.Module:
+        """Return the network to evaluate and export: the average once it has begun, else the model."""
+        return model if self._average is None or not self._average.n_averaged else self._average.module
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the averaged weights."""
+        return 0 if self._average is None else memory_report(self._average.module, None)["weights"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average and the number of steps in it; nothing if there is none."""
+        return {} if self._average is None else exact_state_dict(self._average)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a saved average. From a checkpoint without one, the average begins with the next step."""
+        if self._average is not None and state:
+            self._average.load_state_dict(state)
 
 
 class Tell(Protocol):
@@ -109,3 +148,30 @@ def _report_health(tell: Tell, metrics: Metrics, mesh: Mesh, event: HealthEvent)
         kind, change = "layer.recovered", f"multiplies in FP8 again from step {event.step} on"
     body = EventReport(type=kind, message=f"layer {event.layer!r} {change}", data={"layer": event.layer, "step": event.step})
     tell(body, is_sent=mesh.stage.is_first)
+
+
+def flops_per_token(sizes: FamilySizes, model: nn.Module, sequence_length: int) -> float:
+    """FLOPs of the model for one token, forward and backward, without recomputation. Call it before conversion."""
+    counted = sizes.flops_per_token(sequence_length)
+    return linear_flops_per_token(model) if counted is None else counted
+
+
+def linear_flops_per_token(model: nn.Module) -> float:
+    """FLOPs of the linear layers for one token, forward and backward: 6 for each element of a weight, 4 of a frozen one.
+
+    An expert counts by the share of the tokens that it sees. Attention's products with each other, convolutions and experts of
+    other classes than transformers' are not counted, so a utilization computed from this number is too low rather than too
+    high. Call it before conversion.
+    """
+    shares = {module.weight: 1.0 for module in model.modules() if isinstance(module, nn.Linear)}
+    for module in model.modules():
+        if (share := _share_of_tokens(module)) is not None:
+            named = module.named_parameters()
+            shares |= {weight: share for name, weight in named if weight.dim() > 1 and not name.endswith("bias")}
+    return sum((6.0 if weight.requires_grad else 4.0) * share * weight.numel() for weight, share in shares.items())
+
+
+def _share_of_tokens(module: nn.Module) -> float | None:
+    """Return the share that each of a mixture's experts sees, on average; None for other modules than transformers' experts."""
+    num_of_token = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
+    return num_of_token / module.num_experts if num_of_token and {"num_experts", "has_gate"} <= vars(module).keys() else None

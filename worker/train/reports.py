@@ -18,14 +18,13 @@ from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.experts import has_experts
 from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.linear import Float8Linear
-from octet.worker.fp8.statistics import OperandSample
 from octet.worker.mesh import Mesh
 from octet.worker.mesh.stragglers import Straggler
 from octet.worker.metrics.device import no_peak_event
 from octet.worker.metrics.memory import fp32_report, host_bytes, memory_report
+from octet.worker.metrics.table import OperandSample
 from octet.worker.models.blocks import repeated_blocks
-from octet.worker.train.average import MovingAverage
-from octet.worker.train.build import JobModel
+from octet.worker.train.build import JobModel, MovingAverage
 from octet.worker.train.log import FinishedStep
 from octet.worker.train.progress import Progress
 

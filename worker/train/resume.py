@@ -11,8 +11,7 @@ from typing import Any
 
 from octet.api_schemas import CheckpointRef, EventReport
 from octet.worker import checkpoint
-from octet.worker.checkpoint.random_state import random_state, set_random_state
-from octet.worker.checkpoint.resume import resume
+from octet.worker.checkpoint.resume import random_state, resume, set_random_state
 from octet.worker.common.config import TrainConfig, trained_job
 from octet.worker.mesh import Mesh
 from octet.worker.metrics.readback import DeferredValue

@@ -31,7 +31,7 @@ from octet.api_schemas.precision import PrecisionSpec
 from octet.compat.msamp import kept_layers
 from octet.worker import compile_blocks, load_checkpoint, offload_optimizer, parallelize, save_checkpoint
 from octet.worker import initialize as convert
-from octet.worker.optim.build import build_optimizer
+from octet.worker.optim.registry import build_optimizer
 from octet.worker.optim.schedule import learning_rate_at
 
 _WARMUP = "scheduler.params.warmup_type"

@@ -16,8 +16,18 @@ from octet.api_schemas.data.files import Files
 from octet.api_schemas.data.images import ImagesSpec
 from octet.worker.common.errors import DataError
 from octet.worker.data import Source, open_source
-from octet.worker.data.augmentation import ERASED_AREA, central_crop, draw_box, erase_, mix_, to_tensor, vary
-from octet.worker.data.randaugment import APPLIED, OPERATIONS, randaugment
+from octet.worker.data.augmentation import (
+    APPLIED,
+    ERASED_AREA,
+    OPERATIONS,
+    central_crop,
+    draw_box,
+    erase_,
+    mix_,
+    randaugment,
+    to_tensor,
+    vary,
+)
 from tests.kit.images import write_folder, write_images
 from tests.kit.training import train, with_training
 

@@ -15,8 +15,8 @@ from octet.worker import exact_state_dict, initialize, memory_report, plain_stat
 from octet.worker.fp8.experts import has_experts, unstack_experts
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.weight import is_float8_weight
-from octet.worker.models.flops import linear_flops_per_token
 from octet.worker.optim.rules.adam import LowBitAdamW
+from octet.worker.train.build import linear_flops_per_token
 from tests.kit.small_model import spread
 
 NUM_EXPERTS, TOP_K, NUM_TOKENS, WIDTH, INNER = 4, 2, 24, 32, 48

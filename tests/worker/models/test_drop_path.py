@@ -6,7 +6,7 @@ import torch
 from octet.api_schemas.models.deit import DeiTSpec
 from octet.api_schemas.models.swin import SwinSpec
 from octet.worker.models import build_model
-from octet.worker.models.drop_path import DropPath
+from octet.worker.models.deit import DropPath
 
 
 def test_a_branch_of_an_image_is_dropped_as_a_whole_and_its_mean_stays() -> None:

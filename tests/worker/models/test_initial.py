@@ -5,8 +5,7 @@ import torch
 
 from octet.api_schemas import GPTSizes, GPTSpec
 from octet.worker.models.gpt import GPT
-from octet.worker.models.initial import Constant, Normal, draw, skip
-from octet.worker.models.meta import parameters_on_meta
+from octet.worker.models.initial import Constant, Normal, draw, parameters_on_meta, skip
 from octet.worker.pretrained.start import start_model
 from octet.worker.pretrained.values import DrawnValues
 

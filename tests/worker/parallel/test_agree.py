@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from octet.worker import initialize
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.mesh import Axis
-from octet.worker.parallel.agree import agree_on_amaxes
+from octet.worker.parallel.parallel import agree_on_amaxes
 
 OTHER_RANK = 3.0
 """The factor by which everything is larger on the other rank."""

@@ -12,7 +12,7 @@ from octet.worker import parallelize
 from octet.worker.mesh import Axis
 from octet.worker.models import context
 from octet.worker.models.context import ContextPart
-from octet.worker.parallel.context import divide_sequences
+from octet.worker.parallel.strategies import divide_sequences
 from octet.worker.parallel.strategy import check_loss_scaling
 from tests.worker.parallel.compare import check_gradients, check_training, found_by_ranks
 from tests.worker.parallel.context_runs import GROUPED, check_own_loop, of_documents, work_of_two

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from octet.api_schemas import Layout
 from octet.worker import initialize, kernels
-from octet.worker.checkpoint.random_state import random_state, set_random_state
+from octet.worker.checkpoint.resume import random_state, set_random_state
 from octet.worker.common.config import RankEnv
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.mesh import Axis, Mesh

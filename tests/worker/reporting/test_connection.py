@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from octet.worker.reporting.connection import FAILURES, Answer, Connection
+from octet.worker.reporting.reporter import FAILURES, Answer, Connection
 from tests.kit.servers import running
 from tests.kit.waiting import LONG_S
 

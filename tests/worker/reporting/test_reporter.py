@@ -23,8 +23,7 @@ from octet.api_schemas import (
 from octet.api_schemas.training import KeepSpec
 from octet.worker.common.errors import Cancelled, Fenced, LeaseLost
 from octet.worker.reporting import reporter as module
-from octet.worker.reporting.connection import Answer
-from octet.worker.reporting.reporter import HttpReporter, LogReporter
+from octet.worker.reporting.reporter import Answer, HttpReporter, LogReporter
 from tests.kit.waiting import LONG_S, wait_until
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from octet.api_schemas import MeasuredReport, StartedReport, StepReport
-from octet.worker.fp8.statistics import OperandSample
+from octet.worker.metrics.table import OperandSample
 from octet.worker.train.reports import WorstLayers
 from tests.kit.training import train, with_training
 

@@ -1,0 +1,124 @@
+"""Have attempts make way: they save a checkpoint and end, so that others can use their slots.
+
+Loops do so for the job ahead in the queue, for a larger attempt of the same job and at a limit of slot hours; and a server
+that stops does so with every attempt.
+"""
+
+from datetime import datetime, timedelta
+
+from sqlalchemy.orm import Session
+
+from octet.api_schemas import AttemptState, DesiredState
+from octet.service import store
+from octet.service.dispatcher.context import DispatcherContext
+from octet.service.dispatcher.place import decisions
+from octet.service.jobs import attempts, commands
+from octet.service.jobs.attempts import Ending
+from octet.service.jobs.lifecycle import AttemptEvent
+from octet.service.scheduling.decide import most_of, to_reclaim
+from octet.service.scheduling.pools import read_pools
+from octet.service.store.queue import Limited, ShrunkAttempt
+
+FRESH = timedelta(seconds=5)
+"""A checkpoint is as old at most when its attempt ends for a larger one."""
+
+
+def drain(context: DispatcherContext) -> int:
+    """Ask the attempts that nobody stops yet to make way for the end of the server. Return how many have not ended."""
+    with context.database.read() as session:
+        live = store.queue.live_attempts(session)
+    for ref, _ in live:
+        _ask(context, ref.attempt_id, "the server stops")
+    return len(live)
+
+
+def reclaim(context: DispatcherContext) -> None:
+    """Take lent slots back once the job ahead fits with what is free and what is lent.
+
+    A loan ends by itself when no job waits ahead any more: the attempt keeps its slots then, as any other.
+    """
+    with context.database.read() as session:
+        loans = store.queue.loans(session)
+        if not loans:
+            return
+        decided = decisions(context, session, context.database.now(session))
+    ahead = {each.pool: each for each in decided if each.holds_back}
+    for pool in {loan.pool for loan in loans}:
+        if pool not in ahead:
+            with context.write() as (session, _):
+                store.queue.end_loans(session, pool)
+            continue
+        for loan in to_reclaim([loan for loan in loans if loan.pool == pool], ahead[pool].short):
+            if _ask(context, loan.attempt_id, "the job ahead of it can use the slots that it was lent"):
+                context.wake()
+
+
+def _ask(context: DispatcherContext, attempt_id: str, why: str) -> bool:
+    """Ask an attempt to make way. Returns False if it is over or was asked for something else meanwhile."""
+    with context.write() as (session, now):
+        locked = store.jobs.lock_attempt(session, attempt_id)
+        if locked is None or locked[1].state.is_terminal or locked[0].desired is not DesiredState.RUN:
+            return False
+        attempts.make_way(session, locked[0], now, why)
+    return True
+
+
+def grow(context: DispatcherContext) -> None:
+    """End an attempt with fewer ranks than its job may have after a checkpoint, so that a larger one goes on.
+
+    Nobody waits in the pool's queue then, and the slots have been free for `elastic_grow_after_s`. The attempt is ended right
+    after its checkpoint was reported, so that few steps are taken twice; it counts as no failure.
+    """
+    with context.database.read() as session:
+        shrunk = store.queue.shrunk_attempts(session)
+        larger = _larger(context, session, shrunk) if shrunk else {}
+        now = context.database.now(session)
+    since = {attempt_id: context.room_since.get(attempt_id, now) for attempt_id in larger}
+    context.room_since = since
+    long_enough = timedelta(seconds=context.settings.elastic_grow_after_s)
+    for attempt in shrunk:
+        attempt_id, written_at = attempt.ref.attempt_id, attempt.checkpoint_at
+        if attempt_id in larger and now >= since[attempt_id] + long_enough and written_at and now <= written_at + FRESH:
+            _yield(context, attempt, larger[attempt_id], now)
+
+
+def _larger(context: DispatcherContext, session: Session, shrunk: list[ShrunkAttempt]) -> dict[str, int]:
+    """The number of ranks that an attempt of each pool could grow to, by id: the oldest of a pool, while nobody waits there."""
+    free = {pool.name: pool.slots_free for pool in read_pools(session, context.settings.pools)}
+    found: dict[str, int] = {}
+    for attempt in shrunk:
+        if free.get(attempt.pool, 0) > 0 and not store.queue.head_of_queue(session, attempt.pool):
+            workers = most_of(attempt.worker_counts, free.pop(attempt.pool) + attempt.workers)
+            if workers is not None and workers > attempt.workers:
+                found[attempt.ref.attempt_id] = workers
+    return found
+
+
+def _yield(context: DispatcherContext, shrunk: ShrunkAttempt, workers: int, now: datetime) -> None:
+    with context.write() as (session, now):
+        locked = store.jobs.lock_attempt(session, shrunk.ref.attempt_id)
+        if locked is None or locked[1].state is not AttemptState.RUNNING or locked[0].desired is not DesiredState.RUN:
+            return
+        job, attempt = locked
+        message = (
+            f"makes way after a checkpoint for an attempt with {workers} ranks in place of {attempt.workers}: slots are free"
+        )
+        attempts.finish(session, job, attempt, Ending(AttemptEvent.YIELD, message=message), now)
+    context.wake()
+
+
+def limit(context: DispatcherContext) -> None:
+    """Stop jobs that have taken as many slot hours as they may: they save a checkpoint, and are cancelled."""
+    with context.database.read() as session:
+        limited = store.queue.limited_jobs(session, context.database.now(session))
+    for job in limited:
+        if job.slot_hours >= job.max_slot_hours:
+            _stop(context, job)
+
+
+def _stop(context: DispatcherContext, limited: Limited) -> None:
+    with context.write() as (session, now):
+        job = store.jobs.lock_job(session, limited.job_id)
+        if job is not None and not job.state.is_terminal:
+            commands.reach_limit(session, job, limited, now)
+    context.wake()
