@@ -19,6 +19,7 @@ from octet.api_schemas.planned_states import NotPlanned, States, states_of
 from octet.api_schemas.precision import LevelName
 from octet.api_schemas.problem import explain
 from octet.api_schemas.resources import PoolConfig
+from octet.api_schemas.step_floor import StepFloor, step_floor
 
 FRAGMENTATION = 1.07
 """Reserved over allocated bytes, at worst over seven layouts of Llama 1 B on 8 to 64 H100 (nanotron's logs)."""
@@ -87,6 +88,7 @@ class Fit(Contract):
     free_bytes: int = Field(description="memory less the lower bound; negative if that is larger")
     upper_bytes: int | None = Field(default=None, description="the peak with what such devices take at most; null without one")
     largest_micro_batch: int | None = Field(description="by the upper bound; null without a peak")
+    floor: StepFloor | None = Field(default=None, description="the least time of a step; null if the pool names no device")
 
 
 class PlanRow(Contract):
@@ -261,7 +263,9 @@ def _row(candidate: Candidate, pools: Sequence[PoolConfig], reply: TraceReply | 
         "upper_bytes": None if peak is None else _upper(lower, overhead),
         "states_agree": None if peak is None else _agrees(states, peak),
         "fits": tuple(
-            _fit(pool, lower, 0 if pool.accelerator == "cpu" else overhead, peak, spec)
+            _fit(pool, lower, 0 if pool.accelerator == "cpu" else overhead, peak, spec).model_copy(
+                update={"floor": step_floor(spec, spec.model.sizes, states, pool)}
+            )
             for pool in pools
             if pool.memory_per_device_bytes is not None
         ),

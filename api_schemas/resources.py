@@ -1,11 +1,12 @@
 """Pools of similar nodes, and the share of a pool that a job asks for."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from octet.api_schemas.base import Contract, refusal
+from octet.api_schemas.devices import DEVICES
 from octet.api_schemas.keys import TENANT
 
 PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
@@ -80,6 +81,12 @@ class PoolConfig(Contract):
         description="a cuda worker on an older device refuses to start; (8, 9) is the first generation with FP8 matrix units",
     )
     memory_per_device_bytes: int | None = Field(default=None, ge=1)
+    device: str | None = Field(
+        default=None, description=f"the model of its GPUs, for the least time of a step in plans; one of {', '.join(DEVICES)}"
+    )
+    slot_hour_price: float | None = Field(
+        default=None, ge=0, description="in the operator's currency, for the least price of a job in plans"
+    )
     threads_per_worker: int = Field(default=1, ge=1, le=1024)
     allows_entrypoints: bool = Field(
         default=False, description="run models of family python: any code that the workers' Python can import"
@@ -90,6 +97,14 @@ class PoolConfig(Contract):
     tenants: dict[TenantName, TenantConfig] = Field(
         default_factory=dict, description="shares and limits by tenant; others have a share of 1 and no limit"
     )
+
+    @model_validator(mode="after")
+    def _knows_device(self) -> Self:
+        if self.device is not None and (self.device not in DEVICES or self.accelerator != "cuda"):
+            allowed = f"with accelerator cuda, one of {', '.join(DEVICES)}"
+            change = "Correct it, or leave it out: plans then say nothing about time."
+            raise refusal("device", got=self.device, allowed=allowed, change=change)
+        return self
 
     def of_tenant(self, tenant: str) -> TenantConfig:
         """Return the share and the limits of a tenant."""

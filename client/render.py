@@ -20,6 +20,7 @@ from octet.api_schemas.keys import ApiKey
 from octet.api_schemas.levels import Level
 from octet.api_schemas.plan import ONLY_STATES, Plan, PlanRow
 from octet.api_schemas.rows import Row
+from octet.api_schemas.step_floor import StepFloor
 from octet.client import reports
 from octet.client.doctor import Checkup, Standing
 from octet.client.text import duration, magnitude, num_bytes, number, one_line, printable
@@ -515,3 +516,15 @@ def _fit_lines(row: PlanRow, plan: Plan) -> Iterable[str]:
         if fit.largest_micro_batch is not None:
             line += f"; largest micro-batch {fit.largest_micro_batch}, now {plan.micro_batch_size}"
         yield line
+        if fit.floor is not None:
+            yield f"  at least {_least(fit.floor)}"
+
+
+def _least(floor: StepFloor) -> str:
+    """Say how long a job takes at least, and what it costs."""
+    parts = [f"{floor.step_s:.3g} s a step (at most {floor.peak_share:.0%} of the device's bf16 peak)"]
+    if floor.hours is not None:
+        parts.append(f"{floor.hours:,.3g} hours to the end")
+    if floor.price is not None:
+        parts.append(f"a price of {floor.price:,.2f}")
+    return ", ".join(parts)

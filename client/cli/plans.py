@@ -9,6 +9,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from octet.api_schemas.devices import DEVICES
 from octet.api_schemas.plan import Candidate as PlanCandidate
 from octet.api_schemas.plan import (
     Plan,
@@ -40,19 +41,25 @@ def plan(
     memory_gb: Annotated[
         float | None, typer.Option("--memory-gb", min=0.001, help="With --offline: memory of a device, in 10^9 bytes.")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="With --memory-gb: the GPU, as 'H100 SXM5', for the least time of a step.")
+    ] = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
     """Predict the bytes of a job at each level, the pools that it fits, and what would make it fit."""
     if memory_gb is not None and not offline:
         raise typer.BadParameter("a server knows its pools' memory; allowed: with --offline", param_hint="--memory-gb")
+    if device is not None and (memory_gb is None or device not in DEVICES):
+        allowed = f"with --memory-gb, one of {', '.join(DEVICES)}"
+        raise typer.BadParameter(f"got {device}; allowed: {allowed}", param_hint="--device")
     document = load_job_file(file)
     apply_settings(document, settings or [])
     spec, terminal = check_spec(document, file), Terminal()
     request = PlanRequest(job=spec, levels=_levels(levels))
     with terminal.spinner_on_stderr("tracing"):
         if offline:
-            found = _planned_here(request, memory_gb)
+            found = _planned_here(request, memory_gb, device)
         else:
             with connect(url) as client:
                 found = client.plan(spec, request.levels)
@@ -67,7 +74,7 @@ def _levels(text: str | None) -> tuple[LevelName, ...]:
     return tuple(name for name in known if name in names)
 
 
-def _planned_here(request: PlanRequest, memory_gb: float | None) -> Plan:
+def _planned_here(request: PlanRequest, memory_gb: float | None, device: str | None) -> Plan:
     """Plan without a server."""
     job, pools = request.job, []
     if memory_gb is not None:
@@ -80,6 +87,7 @@ def _planned_here(request: PlanRequest, memory_gb: float | None) -> Plan:
                 slots=job.resources.workers,
                 accelerator="cuda",
                 memory_per_device_bytes=memory,
+                device=device,
             )
         ]
     rows = _rows(candidates(request), pools)

@@ -12,32 +12,10 @@ from typing import Any
 import torch
 
 from octet.api_schemas import EventReport
+from octet.api_schemas.devices import DEVICES
 
 Readings = Iterator[tuple[str, float]]
 
-PEAK_FLOPS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "H200 NVL": 835.5e12,
-    "H200": 989.4e12,
-    "H100 80GB HBM3": 989.4e12,
-    "H100 SXM5": 989.4e12,
-    "GH200": 989.4e12,
-    "H100 NVL": 835.5e12,
-    "H100 PCIe": 756.5e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX PRO 6000 Blackwell Workstation Edition": 503.8e12,
-    "RTX PRO 6000 Blackwell Max-Q Workstation Edition": 438.9e12,
-    "RTX 6000 Ada Generation": 364.2e12,
-    "GeForce RTX 5090": 209.5e12,
-    "GeForce RTX 5080": 112.6e12,
-    "GeForce RTX 4090": 165.2e12,
-}
-"""Dense bf16 peaks with sums in fp32, by words of the device's name, from vendors' data sheets. Ratios refer to these,
-also in FP8. GeForce cards add up in fp32 at half the rate that their sheets advertise."""
 _OTHER_CARDS = ("MIG", "Laptop", "D")
 """Words after which a name is of another card: a slice of a GPU, or a smaller chip."""
 
@@ -58,8 +36,8 @@ def bf16_peak(device: torch.device) -> float | None:
     if set(words) & set(_OTHER_CARDS):
         return None
     name = f" {' '.join(words)} ".replace("-", " ")
-    parts = [part for part in PEAK_FLOPS if f" {part.replace('-', ' ')} " in name]
-    return PEAK_FLOPS[max(parts, key=len)] if parts else None
+    parts = [part for part in DEVICES if f" {part.replace('-', ' ')} " in name]
+    return DEVICES[max(parts, key=len)].flops if parts else None
 
 
 def no_peak_event(device: torch.device) -> EventReport | None:
@@ -68,7 +46,7 @@ def no_peak_event(device: torch.device) -> EventReport | None:
         return None
     message = (
         f"octet_train_flops_utilization_ratio is left out: no bf16 peak is known for {torch.cuda.get_device_name(device)}; "
-        f"known: {', '.join(PEAK_FLOPS)}. Add its dense bf16 FLOP/s to PEAK_FLOPS in worker/metrics/device.py."
+        f"known: {', '.join(DEVICES)}. Add its dense bf16 FLOP/s to DEVICES in api_schemas/devices.py."
     )
     return EventReport(type="device.unknown_peak", message=message)
 

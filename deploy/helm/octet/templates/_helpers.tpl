@@ -47,6 +47,12 @@ imagePullSecrets:
   {{- with .memoryPerDeviceBytes }}
   memory_per_device_bytes: {{ int64 . }}
   {{- end }}
+  {{- with .device }}
+  device: {{ . | quote }}
+  {{- end }}
+  {{- with .slotHourPrice }}
+  slot_hour_price: {{ . }}
+  {{- end }}
   threads_per_worker: {{ .threadsPerWorker }}
   {{- if .allowsEntrypoints }}
   allows_entrypoints: true
