@@ -11,7 +11,7 @@ from octet.api_schemas.models.architectures import KEEPS_DOCUMENTS_APART, TASKS
 from octet.api_schemas.models.huggingface import HuggingFaceSpec
 from octet.worker.models import TrainedModel, build_model
 from octet.worker.models.cross_entropy import IGNORED
-from octet.worker.models.documents import attention_mask, positions_in_documents
+from octet.worker.models.documents import document_spans, document_starts, positions_in_documents
 from tests.worker.models.test_architectures import CONFIGS, GROUPED, UNPADDED, VOCABULARY
 
 LENGTHS = ((5, 1, 18), (10, 10, 4), (24,))
@@ -35,13 +35,15 @@ def test_packed_documents_are_computed_as_if_alone(spec: Any) -> None:
     torch.set_num_threads(1)
     model = build_model(spec, seed=0).eval()
     tokens_BT = torch.randint(3, 256, (len(LENGTHS), 24), generator=torch.Generator().manual_seed(1))
-    documents_BT = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in LENGTHS])
+    documents_BD = document_starts(
+        torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in LENGTHS])
+    )
     targets_BT = tokens_BT.roll(-1, 1).masked_fill(tokens_BT % 3 == 0, IGNORED)
     num_targets_B = (targets_BT != IGNORED).sum(1)
     with torch.no_grad():
-        packed_BTV = model(tokens_BT, documents_BT)
+        packed_BTV = model(tokens_BT, documents_BD)
         packed = model.loss(
-            {"tokens": tokens_BT, "targets": targets_BT, "documents": documents_BT, "num_targets": num_targets_B}
+            {"tokens": tokens_BT, "targets": targets_BT, "documents": documents_BD, "num_targets": num_targets_B}
         )
         loss_sum = torch.zeros(())
         for row, lengths in enumerate(LENGTHS):
@@ -62,11 +64,16 @@ def _alone(model: TrainedModel, tokens_1T: Tensor) -> Tensor:
 
 
 def test_positions_and_masks_end_at_borders() -> None:
-    documents_BT = torch.tensor([[0, 0, 1, 2, 2, 2]])
-    assert positions_in_documents(documents_BT).tolist() == [[0, 1, 0, 0, 1, 2]]
-    mask_TT = attention_mask(documents_BT)[0, 0]
-    seen = [places.nonzero().flatten().tolist() for places in mask_TT]
-    assert seen == [[0], [0, 1], [2], [3], [3, 4], [3, 4, 5]]
+    documents_BD = document_starts(torch.tensor([[0, 0, 1, 2, 2, 2], [4, 4, 4, 4, 4, 4]]), num_starts=4)
+    assert documents_BD.tolist() == [[0, 2, 3, 6], [0, 6, 6, 6]]
+    assert positions_in_documents(documents_BD, 6).tolist() == [[0, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
+    (of_all,) = document_spans(documents_BD, [(0, 6)])
+    assert of_all.query_starts.tolist() == of_all.key_starts.tolist() == [0, 2, 3, 6, 6, 12, 12, 12, 12]
+    (of_part,) = document_spans(documents_BD, [(2, 4)])
+    assert of_part.query_starts.tolist() == [0, 0, 1, 2, 2, 4, 4, 4, 4]
+    assert of_part.key_starts.tolist() == [0, 2, 3, 4, 4, 8, 8, 8, 8]
+    with pytest.raises(ValueError, match=r"documents is torch.int64 \(1, 6\); allowed: torch.int32"):
+        positions_in_documents(torch.tensor([[0, 0, 1, 2, 2, 2]]), 6)
 
 
 def test_only_decoders_keep_documents_apart() -> None:
