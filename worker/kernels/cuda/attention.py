@@ -29,7 +29,7 @@ def document_attention(
         return _rows(output, query), logsumexp
     heads = _each_alone(*heads)
     output, logsumexp, *_ = aten._efficient_attention_forward(*heads, None, *where, CAUSAL_FROM_BOTTOM_RIGHT, True, scale=scale)
-    return _rows(output[0], query), logsumexp
+    return _rows(output.squeeze(0), query), logsumexp
 
 
 def document_attention_backward(
@@ -46,8 +46,8 @@ def document_attention_backward(
     else:
         tokens = _each_alone(*tokens)
         options = *where, logsumexp, 0.0, *seed.view(torch.int64).unbind(), CAUSAL_FROM_BOTTOM_RIGHT, False
-        grads = aten._efficient_attention_backward(grad[None], *tokens, None, output[None], *options, scale=scale)
-        grads = [found[0].unflatten(1, (of.shape[1], -1)).sum(2) for found, of in zip(grads, heads, strict=False)]
+        grads = aten._efficient_attention_backward(grad.unsqueeze(0), *tokens, None, output.unsqueeze(0), *options, scale=scale)
+        grads = [found.squeeze(0).unflatten(1, (of.shape[1], -1)).sum(2) for found, of in zip(grads, heads, strict=False)]
     return tuple(_rows(found, of) for found, of in zip(grads, heads, strict=True))
 
 
@@ -59,11 +59,11 @@ def _tokens(heads_BHTd: Tensor) -> Tensor:
 
 def _rows(tokens_NHd: Tensor, like_BHTd: Tensor) -> Tensor:
     num_rows, _, num_tokens, head_size = like_BHTd.shape
-    return tokens_NHd[..., :head_size].contiguous().unflatten(0, (num_rows, num_tokens)).transpose(1, 2)
+    return tokens_NHd.narrow(2, 0, head_size).contiguous().unflatten(0, (num_rows, num_tokens)).transpose(1, 2)
 
 
 def _each_alone(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As one row, with a head of keys for each query head: memory-efficient attention knows no groups."""
     num_groups = query.shape[1] // key.shape[1]
     key, value = (heads if num_groups == 1 else heads.repeat_interleave(num_groups, dim=1) for heads in (key, value))
-    return query[None], key[None], value[None]
+    return query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
