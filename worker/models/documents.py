@@ -19,7 +19,7 @@ _documents: ContextVar[tuple[Tensor | None] | None] = ContextVar("documents", de
 
 
 class DocumentSpans(NamedTuple):
-    """Where documents begin among queries and keys, as `kernels.document_attention` takes it, int32 (N + 1) each."""
+    """Starts of documents among queries and keys, as `kernels.document_attention` takes it, int32 (N + 1) each."""
 
     query_starts: Tensor
     key_starts: Tensor

@@ -11,7 +11,7 @@ from octet.worker.kernels import cuda, document_attention
 from octet.worker.kernels.cuda import attention
 
 STARTS = (0, 5, 6, 24, 24, 24, 34, 44, 48)
-"""Of two rows of 24 tokens. Two documents are empty."""
+"""Two rows of 24 tokens. Two documents are empty."""
 ops = torch.ops.octet
 
 

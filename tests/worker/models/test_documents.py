@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from octet.api_schemas.models import GPTSpec, LlamaSpec
 from octet.api_schemas.models.architectures import KEEPS_DOCUMENTS_APART, TASKS
 from octet.api_schemas.models.huggingface import HuggingFaceSpec
-from octet.worker.models import TrainedModel, build_model
+from octet.worker.models import TrainedModel, build_model, context
 from octet.worker.models.cross_entropy import IGNORED
-from octet.worker.models.documents import document_spans, document_starts, positions_in_documents
+from octet.worker.models.documents import document_numbers, document_spans, document_starts, positions_in_documents
+from octet.worker.prepare.blocks import checkpoint_blocks, compile_blocks
 from tests.worker.models.test_architectures import CONFIGS, GROUPED, UNPADDED, VOCABULARY
 
 LENGTHS = ((5, 1, 18), (10, 10, 4), (24,))
@@ -61,6 +63,37 @@ def test_packed_documents_are_computed_as_if_alone(spec: Any) -> None:
 def _alone(model: TrainedModel, tokens_1T: Tensor) -> Tensor:
     logits: Tensor = model(tokens_1T)
     return logits
+
+
+@pytest.mark.parametrize("spec", specs()[:2])
+@pytest.mark.parametrize("option", ["none", "selective", "full", "compiled"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
+def test_gradients_are_those_of_a_dense_mask(spec: Any, option: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens_BT = torch.randint(3, 256, (2, 25), generator=torch.Generator().manual_seed(1))
+    documents_BD = torch.tensor([[0, 5, 6, 24], [0, 20, 24, 24]], dtype=torch.int32)
+    numbers_BT = document_numbers(documents_BD, 24)
+    mask_B1TT = (numbers_BT[:, :, None] == numbers_BT[:, None, :]).tril()[:, None]
+
+    def dense(query: Tensor, key: Tensor, value: Tensor, *_starts: Tensor) -> Tensor:
+        key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value))
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask_B1TT)
+
+    found = []
+    for is_dense in (False, True):
+        model = build_model(spec, seed=0)
+        if is_dense:
+            monkeypatch.setattr(context, "document_attention", dense)
+        elif option == "compiled":
+            torch.compiler.reset()
+            compile_blocks(model, backend="aot_eager")
+        else:
+            checkpoint_blocks(model, option)
+        loss = model.loss({"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:], "documents": documents_BD}).loss
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    for own, of_dense in zip(*found, strict=True):
+        assert torch.equal(own, of_dense)
 
 
 def test_positions_and_masks_end_at_borders() -> None:

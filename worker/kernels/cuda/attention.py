@@ -15,7 +15,7 @@ from octet.worker.kernels.attention import takes_flash
 
 aten = torch.ops.aten
 CAUSAL_FROM_BOTTOM_RIGHT = 2
-"""Of memory-efficient attention's mask types: the last query sees the last key. It is the same in flash attention."""
+"""A mask type of memory-efficient attention: the last query sees the last key, as in flash attention."""
 
 
 def document_attention(
@@ -63,7 +63,7 @@ def _rows(tokens_NHd: Tensor, like_BHTd: Tensor) -> Tensor:
 
 
 def _each_alone(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As one row, with a head of keys for each query head: memory-efficient attention knows no groups."""
+    """Return one row, with a head of keys for each query head: memory-efficient attention knows no groups."""
     num_groups = query.shape[1] // key.shape[1]
     key, value = (heads if num_groups == 1 else heads.repeat_interleave(num_groups, dim=1) for heads in (key, value))
     return query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
