@@ -39,6 +39,7 @@ class Completions:
     def __post_init__(self) -> None:
         self._train_rows, self._evaluation_rows = self._divide(self.train), self._divide(self.evaluation)
         self._order = EpochOrder(len(self._train_rows), self.seed)
+        self._most_documents = 1 + max(rows.most_documents for rows in (self._train_rows, self._evaluation_rows))
 
     @property
     def facts(self) -> dict[str, float]:
@@ -89,7 +90,7 @@ class Completions:
     def _gather(self, rows: Sequence[np.ndarray]) -> Batch:
         tokens_BT = torch.full((len(rows), self.sequence_length), PADDING, dtype=torch.int64)
         targets_BT = torch.full_like(tokens_BT, IGNORED)
-        documents_BT = torch.empty_like(tokens_BT)
+        documents_BD = torch.full((len(rows), self._most_documents), self.sequence_length, dtype=torch.int32)
         for row, numbers in enumerate(rows):
             start = 0
             for document, number in enumerate(numbers):
@@ -97,12 +98,12 @@ class Completions:
                 stop = start + len(tokens) - 1
                 tokens_BT[row, start:stop] = tokens[:-1]
                 targets_BT[row, start:stop] = tokens[1:].to(torch.int64).masked_fill(~counts[1:], IGNORED)
-                documents_BT[row, start:stop] = document
+                documents_BD[row, document] = start
                 start = stop
-            documents_BT[row, start:] = len(numbers)  # padding is a document of its own
+            documents_BD[row, len(numbers)] = start  # padding is a document of its own
         num_targets_B = torch.tensor([int(self.records.num_targets[numbers].sum()) for numbers in rows], dtype=torch.int64)
         batch = {"tokens": tokens_BT, "targets": targets_BT, "num_targets": num_targets_B}
-        return batch | {"documents": documents_BT} if self.is_packed else batch
+        return batch | {"documents": documents_BD} if self.is_packed else batch
 
 
 def open_source(spec: JsonlSpec, sequence_length: int, seed: int, files: Files = ANY_FILE) -> Completions:

@@ -26,6 +26,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self._ends) - 1
 
+    @property
+    def most_documents(self) -> int:
+        """Return the most documents of a row."""
+        return int(np.diff(self._ends).max(initial=0))
+
     def __getitem__(self, row: int) -> np.ndarray:
         """Return the numbers of a row's documents, int64."""
         return self._numbers[self._ends[row] : self._ends[row + 1]]

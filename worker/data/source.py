@@ -12,8 +12,8 @@ Batch = Mapping[str, Tensor]
 """Tensors by name; the first dimension counts samples.
 
 Text: "tokens" and "targets", int64 (B sequences, T tokens). Completions: the same, with `IGNORED` as the target of tokens that
-do not count, and "num_targets", int64 (B): how many count, at least one. Packed: these, and "documents", int64 (B, T): the
-number of each token's document in its row, from 0. Masked text: see `octet.worker.data.targets`.
+do not count, and "num_targets", int64 (B): how many count, at least one. Packed: these, and "documents", int32 (B, D): where
+the documents of each row begin (`octet.worker.models.documents`). Masked text: see `octet.worker.data.targets`.
 Images: "images", fp32 (B, C channels, H height, W width), and "labels", int64 (B), or in training
 the classes' shares of each target, fp32 (B, K classes).
 """

@@ -18,6 +18,7 @@ from torch import Tensor
 from octet.worker.data.order import EpochOrder, evaluation_rows
 from octet.worker.data.source import Batch
 from octet.worker.models.cross_entropy import IGNORED
+from octet.worker.models.documents import document_starts
 
 
 class Tokens(Protocol):
@@ -110,6 +111,14 @@ class DocumentWindows(TokenWindows):
     train_starts: Tensor = field(repr=False)
     evaluation_starts: Tensor = field(repr=False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        begun = [
+            torch.bincount(starts[starts % self.sequence_length != 0] // self.sequence_length, minlength=1).max()
+            for starts in (self.train_starts, self.evaluation_starts)
+        ]
+        self._most_documents = 1 + int(max(begun))  # of a window: the first token's, and those that begin behind it
+
     def num_targets(self, position: int, batch_size: int) -> int:
         """Return the number of targets of the `batch_size` windows that follow `position`."""
         first = torch.from_numpy(self._order.take(position, batch_size) * self.sequence_length)
@@ -130,7 +139,7 @@ class DocumentWindows(TokenWindows):
             "tokens": batch["tokens"],
             "targets": batch["targets"].masked_fill(is_last_BT, IGNORED),
             "num_targets": (~is_last_BT).sum(1),
-            "documents": numbers_BT[:, :-1] - numbers_BT[:, :1],
+            "documents": document_starts(numbers_BT[:, :-1], self._most_documents),
         }
 
 

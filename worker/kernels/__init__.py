@@ -5,6 +5,7 @@ implementation by the tensor's device (`library.py`); `reference.py` is the spec
 """
 
 from octet.worker.kernels.activations import ACTIVATIONS
+from octet.worker.kernels.attention import document_attention
 from octet.worker.kernels.elementwise import activate_again, all_finite, sqrt
 from octet.worker.kernels.formats import finite_or_nan
 from octet.worker.kernels.gates import WrittenGradient, activate, activate_backward
@@ -57,6 +58,7 @@ __all__ = [
     "count_flops",
     "dequant_scale_from_amax",
     "dequantize",
+    "document_attention",
     "encode",
     "finite_or_nan",
     "linear_gradients",

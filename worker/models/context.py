@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
+from octet.worker.kernels import document_attention
 from octet.worker.mesh import Axis
+from octet.worker.models.documents import Spans
 
 
 class ContextPart:
@@ -41,22 +43,27 @@ class ContextPart:
         first, second = self.chunks
         return torch.cat((chunks[first], chunks[second]), dim)
 
-    def attend(self, query_BHtd: Tensor, key_BHtd: Tensor, value_BHtd: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+    def ranges(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Return the first token and the end of each of this rank's chunks, in sequences of so many tokens."""
+        length = num_tokens // (2 * self.axis.size)
+        return [(chunk * length, (chunk + 1) * length) for chunk in self.chunks]
+
+    def attend(self, query_BHtd: Tensor, key_BHtd: Tensor, value_BHtd: Tensor, spans: Spans | None) -> Tensor:
         """Return causal attention of this rank's queries to all keys up to each, (B, H, t, d).
 
-        mask_B1TT: of the whole sequences, where documents divide them. Groups of query heads share a head of keys.
+        spans: of each chunk, where documents divide sequences. Groups of query heads share a head of keys.
         """
         from torch.nn.attention.bias import causal_lower_right  # loads the compiler, which other jobs do not need
 
         keys_2BHTd = _Gathered.apply(torch.stack((key_BHtd, value_BHtd)), self.axis)
         mixed = []
-        for chunk, query_BHcd in zip(self.chunks, query_BHtd.chunk(2, dim=2), strict=True):
-            length = query_BHcd.shape[2]
-            rows, end = slice(chunk * length, (chunk + 1) * length), (chunk + 1) * length
+        for index, (first, end) in enumerate(self.ranges(keys_2BHTd.shape[3])):
+            query_BHcd = query_BHtd[:, :, index * (end - first) : (index + 1) * (end - first)]
             key_BHed, value_BHed = keys_2BHTd[:, :, :, :end].unbind()
-            # Where flash attention runs, the causal one takes no memory
-            mask: Any = causal_lower_right(length, end) if mask_B1TT is None else mask_B1TT[:, :, rows, :end]
-            mixed.append(attend_in_groups(query_BHcd, key_BHed, value_BHed, mask, has_mask=mask_B1TT is not None))
+            if spans is not None:
+                mixed.append(document_attention(query_BHcd, key_BHed, value_BHed, *spans[index]))
+            else:  # where flash attention runs, the causal mask takes no memory
+                mixed.append(attend_in_groups(query_BHcd, key_BHed, value_BHed, causal_lower_right(end - first, end)))
         return torch.cat(mixed, dim=2)
 
 
@@ -65,46 +72,41 @@ class CausalAttention(nn.Module):
 
     context: ContextPart | None = None
 
-    def attend(self, query_BHTd: Tensor, key_BHTd: Tensor, value_BHTd: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+    def attend(self, query_BHTd: Tensor, key_BHTd: Tensor, value_BHTd: Tensor, spans: Spans | None) -> Tensor:
         """Return each query's mean of the values up to it, (B, H, T, d). Groups of query heads share a head of keys.
 
-        mask_B1TT: True where a token may attend to another; None for all before it and itself.
+        spans: of the documents that the sequences hold; None for one in each.
         """
         if self.context is not None:
-            return self.context.attend(query_BHTd, key_BHTd, value_BHTd, mask_B1TT)
-        num_groups = query_BHTd.shape[1] // key_BHTd.shape[1]
-        if (
-            mask_B1TT is not None and num_groups > 1
-        ):  # on CUDA only the flash and the math kernel take groups, and flash no mask
-            key_BHTd, value_BHTd = (heads.repeat_interleave(num_groups, dim=1) for heads in (key_BHTd, value_BHTd))
-        return functional.scaled_dot_product_attention(
-            query_BHTd, key_BHTd, value_BHTd, attn_mask=mask_B1TT, is_causal=mask_B1TT is None, enable_gqa=num_groups > 1
-        )
+            return self.context.attend(query_BHTd, key_BHTd, value_BHTd, spans)
+        if spans is not None:
+            return document_attention(query_BHTd, key_BHTd, value_BHTd, *spans[0])
+        has_groups = query_BHTd.shape[1] > key_BHTd.shape[1]
+        return functional.scaled_dot_product_attention(query_BHTd, key_BHTd, value_BHTd, is_causal=True, enable_gqa=has_groups)
 
 
-def attend_in_groups(query_BHcd: Tensor, key_BHed: Tensor, value_BHed: Tensor, mask: Any, *, has_mask: bool) -> Tensor:
+def attend_in_groups(query_BHcd: Tensor, key_BHed: Tensor, value_BHed: Tensor, mask: Any) -> Tensor:
     """Return attention, (B, H, c, d), of groups of query heads that share a head of keys, which is not copied for each.
 
-    mask: as torch's attention takes it. has_mask: False for a causal bias, whose elements kernels
-    do not need. Where kernels take no groups, one query head of each group attends at a time, and
-    all of them read the same keys.
+    mask: a causal bias, whose elements kernels do not need. Where kernels take no groups, one query
+    head of each group attends at a time, and all of them read the same keys.
     """
     num_groups, attend = query_BHcd.shape[1] // key_BHed.shape[1], functional.scaled_dot_product_attention
-    if num_groups == 1 or _takes_groups(query_BHcd, key_BHed, value_BHed, has_mask=has_mask):
+    if num_groups == 1 or _takes_groups(query_BHcd, key_BHed, value_BHed):
         return attend(query_BHcd, key_BHed, value_BHed, attn_mask=mask, enable_gqa=num_groups > 1)
     queries = query_BHcd.unflatten(1, (-1, num_groups)).unbind(2)
     return torch.stack([attend(query, key_BHed, value_BHed, attn_mask=mask) for query in queries], 2).flatten(1, 2)
 
 
-def _takes_groups(query: Tensor, key: Tensor, value: Tensor, *, has_mask: bool) -> bool:
-    """Return True if kernels take groups: on a CPU, and on CUDA where flash attention runs, which takes no mask.
+def _takes_groups(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return True if kernels take groups: on a CPU, and on CUDA where flash attention runs.
 
     CUDA's kernel for all other cases takes no groups: torch would copy the keys and hold the
     products of all tokens.
     """
     if query.device.type == "cpu":
         return True
-    return not has_mask and bool(can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True)))
+    return bool(can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True)))
 
 
 class _Gathered(torch.autograd.Function):

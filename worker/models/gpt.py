@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octet.api_schemas import ANY_FILE, Files, GPTSizes, GPTSpec
 from octet.worker.models.context import CausalAttention
-from octet.worker.models.documents import attention_mask, positions_in_documents
+from octet.worker.models.documents import Spans, document_spans, positions_in_documents
 from octet.worker.models.initial import Constant, Initial, Normal, draw_parameters
 from octet.worker.models.language import LanguageModel, checked_length
 from octet.worker.models.model import Part, TensorRole
@@ -30,11 +30,11 @@ class Attention(CausalAttention):
         self.qkv = nn.Linear(sizes.hidden_size, 3 * sizes.hidden_size)
         self.output = nn.Linear(sizes.hidden_size, sizes.hidden_size)
 
-    def forward(self, hidden_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_BTD: Tensor, spans: Spans | None = None) -> Tensor:
         query, key, value = (
             part_BTD.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part_BTD in self.qkv(hidden_BTD).chunk(3, dim=-1)
         )
-        mixed_BHTd = self.attend(query, key, value, mask_B1TT)
+        mixed_BHTd = self.attend(query, key, value, spans)
         return self.output(mixed_BHTd.transpose(1, 2).flatten(-2))
 
 
@@ -58,8 +58,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(sizes.hidden_size)
         self.mlp = MLP(sizes)
 
-    def forward(self, hidden_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
-        hidden_BTD = hidden_BTD + self.attention(self.attention_norm(hidden_BTD), mask_B1TT)
+    def forward(self, hidden_BTD: Tensor, spans: Spans | None = None) -> Tensor:
+        hidden_BTD = hidden_BTD + self.attention(self.attention_norm(hidden_BTD), spans)
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
 
@@ -81,28 +81,29 @@ class GPT(LanguageModel):
     def forward(
         self,
         tokens_BT: Tensor,
-        documents_BT: Tensor | None = None,
+        documents_BD: Tensor | None = None,
         *,
         part: Part | None = None,
         hidden_BTD: Tensor | None = None,
     ) -> Tensor:
         """Return logits (B, T, V), of a shard of the vocabulary, or of this rank's tokens, where ranks divide them.
 
-        documents_BT: as `documents.py` describes; None for one document in each sequence.
+        documents_BD: as `documents.py` describes; None for one document in each sequence.
         part: compute only this part; any but the last returns the hidden state (B, T, D), fp32. hidden_BTD: what the part
         before has returned.
         """
         part = part or Part(range(len(self.blocks)))
         num_tokens = checked_length(tokens_BT, self.sizes.max_sequence_length)
-        if documents_BT is None:
-            positions, mask_B1TT = torch.arange(num_tokens, device=tokens_BT.device), None
+        if documents_BD is None:
+            positions, spans = torch.arange(num_tokens, device=tokens_BT.device), None
         else:
-            positions, mask_B1TT = positions_in_documents(documents_BT), attention_mask(documents_BT)
+            positions = positions_in_documents(documents_BD, num_tokens)
+            spans = document_spans(documents_BD, self.own_ranges(num_tokens))
         if hidden_BTD is None:
             tokens_BT, positions = self.own_tokens(tokens_BT), self.own_tokens(positions)
             hidden_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions)
         for index in part.blocks:
-            hidden_BTD = self.blocks[index](hidden_BTD, mask_B1TT)
+            hidden_BTD = self.blocks[index](hidden_BTD, spans)
         return self.head(self.final_norm(hidden_BTD)) if part.is_last else hidden_BTD
 
     @property

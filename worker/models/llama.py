@@ -19,7 +19,7 @@ from torch.nn import functional
 from octet.api_schemas import ANY_FILE, Files
 from octet.api_schemas.models.llama import LlamaSizes, LlamaSpec
 from octet.worker.models.context import CausalAttention
-from octet.worker.models.documents import attention_mask, positions_in_documents
+from octet.worker.models.documents import Spans, document_spans, positions_in_documents
 from octet.worker.models.initial import Constant, Initial, Normal, draw_parameters
 from octet.worker.models.language import LanguageModel, checked_length
 from octet.worker.models.model import Part, TensorRole
@@ -37,12 +37,12 @@ class Attention(CausalAttention):
         self.value = nn.Linear(sizes.hidden_size, key_value_width, bias=False)
         self.output = nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False)
 
-    def forward(self, hidden_BTD: Tensor, turns: tuple[Tensor, Tensor], mask_B1TT: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_BTD: Tensor, turns: tuple[Tensor, Tensor], spans: Spans | None = None) -> Tensor:
         query_BHTd, key_BHTd, value_BHTd = (
             layer(hidden_BTD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        mixed_BHTd = self.attend(rotate(query_BHTd, turns), rotate(key_BHTd, turns), value_BHTd, mask_B1TT)
+        mixed_BHTd = self.attend(rotate(query_BHTd, turns), rotate(key_BHTd, turns), value_BHTd, spans)
         return self.output(mixed_BHTd.transpose(1, 2).flatten(-2))
 
 
@@ -69,8 +69,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(sizes.hidden_size, eps=1e-5)
         self.mlp = MLP(sizes)
 
-    def forward(self, hidden_BTD: Tensor, turns: tuple[Tensor, Tensor], mask_B1TT: Tensor | None = None) -> Tensor:
-        hidden_BTD = hidden_BTD + self.attention(self.attention_norm(hidden_BTD), turns, mask_B1TT)
+    def forward(self, hidden_BTD: Tensor, turns: tuple[Tensor, Tensor], spans: Spans | None = None) -> Tensor:
+        hidden_BTD = hidden_BTD + self.attention(self.attention_norm(hidden_BTD), turns, spans)
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
 
@@ -92,29 +92,30 @@ class Llama(LanguageModel):
     def forward(
         self,
         tokens_BT: Tensor,
-        documents_BT: Tensor | None = None,
+        documents_BD: Tensor | None = None,
         *,
         part: Part | None = None,
         hidden_BTD: Tensor | None = None,
     ) -> Tensor:
         """Return logits (B, T, V), of a shard of the vocabulary, or of this rank's tokens, where ranks divide them.
 
-        documents_BT: as `documents.py` describes; None for one document in each sequence.
+        documents_BD: as `documents.py` describes; None for one document in each sequence.
         part: compute only this part; any but the last returns the hidden state (B, T, D), fp32. hidden_BTD: what the part
         before has returned.
         """
         part = part or Part(range(len(self.blocks)))
         num_tokens = checked_length(tokens_BT, self.sizes.max_sequence_length)
-        mask_B1TT = None
+        spans = None
         if hidden_BTD is None:
             hidden_BTD = self.token_embedding(self.own_tokens(tokens_BT))
         turns = rotation(num_tokens, self.sizes.head_size, self.sizes.rope_theta, hidden_BTD.device)
-        if documents_BT is not None:
-            positions_BT, mask_B1TT = positions_in_documents(documents_BT), attention_mask(documents_BT)
+        if documents_BD is not None:
+            positions_BT = positions_in_documents(documents_BD, num_tokens)
+            spans = document_spans(documents_BD, self.own_ranges(num_tokens))
             turns = (turns[0][positions_BT][:, None], turns[1][positions_BT][:, None])
         turns = (self.own_tokens(turns[0], -2), self.own_tokens(turns[1], -2))
         for index in part.blocks:
-            hidden_BTD = self.blocks[index](hidden_BTD, turns, mask_B1TT)
+            hidden_BTD = self.blocks[index](hidden_BTD, turns, spans)
         return self.head(self.final_norm(hidden_BTD)) if part.is_last else hidden_BTD
 
     @property

@@ -1,7 +1,7 @@
 """The training loop's view of a network: the loss of a batch, and the further values of an evaluation."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -56,6 +56,10 @@ class TrainedModel(nn.Module):
     def own_tokens(self, whole: Tensor, dim: int = -1) -> Tensor:
         """Return what belongs to this rank's tokens, of all tokens of a sequence. dim: of the tokens."""
         return whole if self.context is None else self.context.own(whole, dim)
+
+    def own_ranges(self, num_tokens: int) -> Sequence[tuple[int, int]]:
+        """Return the first token and the end of each range of this rank's tokens, in sequences of so many tokens."""
+        return [(0, num_tokens)] if self.context is None else self.context.ranges(num_tokens)
 
     @property
     def tensor_plan(self) -> Mapping[str, TensorRole]:

@@ -122,6 +122,8 @@ def see_within(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any
     """Handle ops for `LiveBytes`: run our own ops as on a device, answer reads by the host, leave the rest to torch."""
     if func.namespace == "octet":
         return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1), *args, **options)
+    if func is aten._efficient_attention_backward.default:  # torch's fake of it lacks an argument
+        return *map(torch.empty_like, args[1:4]), torch.empty_like(args[0][0, 0, 0, 0])
     return answer_host(func, args, options)
 
 

@@ -29,6 +29,8 @@ from octet.worker.planning.live_bytes import LiveBytes
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.memory_options import prepare_steps
 
+NUM_DOCUMENTS = 16
+"""Documents of a packed row. The data, which is not read here, has other numbers; tensors of a step hardly depend on them."""
 MOST_PASSES = 2
 """Micro-batches that are traced: every pass after the first finds the gradients of those before it."""
 WHOLE = 1 << 62
@@ -122,8 +124,11 @@ def _step(spec: JobSpec, num_sequences: int, model: TrainedModel, optimizer: Any
     for index in range(num_passes):
         live.begin()
         tokens_BT = torch.randint(0, 2, shape, device=device)
+        batch = {"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}
+        if spec.data.is_packed:
+            batch["documents"] = torch.zeros(num_sequences, NUM_DOCUMENTS, dtype=torch.int32, device=device)
         with parallel.no_sync(index < num_passes - 1):
-            loss = model.loss({"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}).loss / num_passes
+            loss = model.loss(batch).loss / num_passes
             live.begin()
             loss.backward()
     live.begin()

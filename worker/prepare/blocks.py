@@ -35,7 +35,8 @@ _KEPT_OPS = frozenset(
     {
         *("octet::linear_output", "aten::_scaled_mm", "aten::mm", "aten::addmm", "aten::bmm", "aten::convolution"),
         *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention"),
-        *("aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+        *("octet::document_attention", "aten::_scaled_dot_product_cudnn_attention"),
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
     }
 )
 """The results that selective checkpointing keeps."""

@@ -19,6 +19,7 @@ from octet.worker.data import open_source
 from octet.worker.data.datasets import RowBytes, _mapped, read_saved
 from octet.worker.data.jsonl import JsonlSpec
 from octet.worker.data.varied_images import VariedImages
+from octet.worker.models.documents import document_numbers
 from tests.kit.chat import save_tokenizer, write_chats
 from tests.kit.datasets_data import save, save_chats, save_images, save_texts
 from tests.kit.training import train, with_training
@@ -68,7 +69,8 @@ def test_packed_rows_do_not_see_each_other(texts: Path) -> None:
     batch = source.train_batch(0, source.num_train_samples)
     ends = batch["tokens"] == ord("\n")
     assert ends.any()
-    assert batch["documents"][:, 1:].gt(batch["documents"][:, :-1]).equal(ends[:, :-1])
+    numbers_BT = document_numbers(batch["documents"], 64)
+    assert numbers_BT[:, 1:].gt(numbers_BT[:, :-1]).equal(ends[:, :-1])
     facts = open_source(of_texts(texts), 64, 0).facts
     assert sum(facts.values()) == sum(len(body) + 1 for body in bodies(texts))
 

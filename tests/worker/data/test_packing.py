@@ -19,6 +19,7 @@ from octet.worker.data.packing import pack
 from octet.worker.data.tokenizer import Encoded, TokenizedRecords
 from octet.worker.data.windows import DocumentWindows
 from octet.worker.models.cross_entropy import IGNORED
+from octet.worker.models.documents import document_numbers
 from tests.kit.chat import VOCAB_SIZE, save_tokenizer, write_chats
 from tests.kit.training import train
 from tests.worker.train.test_fine_tuning import LLAMA
@@ -63,7 +64,8 @@ def test_packed_records_resume_anywhere_and_lose_nothing(
     alone = completions(records, seed)
     epoch = alone.train_batch(3 * alone.num_train_samples, alone.num_train_samples)
     inputs, targets = [], []
-    for tokens_T, targets_T, documents_T in zip(epoch["tokens"], epoch["targets"], epoch["documents"], strict=True):
+    numbers_BT = document_numbers(epoch["documents"], CAPACITY)
+    for tokens_T, targets_T, documents_T in zip(epoch["tokens"], epoch["targets"], numbers_BT, strict=True):
         for document in documents_T.unique().tolist():
             own = documents_T == document
             if not tokens_T[own].any() and document == documents_T.max():
@@ -104,9 +106,8 @@ def test_packed_text_resumes_anywhere_and_predicts_no_other_file(
     _check_ranks(lambda: source, division, first_step)
     epoch = source.train_batch(0, source.num_train_samples)
     counts = epoch["targets"] != IGNORED
-    for tokens_T, targets_T, documents_T, counts_T in zip(
-        epoch["tokens"], epoch["targets"], epoch["documents"], counts, strict=True
-    ):
+    numbers_BT = document_numbers(epoch["documents"], 4)
+    for tokens_T, targets_T, documents_T, counts_T in zip(epoch["tokens"], epoch["targets"], numbers_BT, counts, strict=True):
         assert torch.equal(tokens_T[1:][counts_T[:-1]], targets_T[:-1][counts_T[:-1]])
         assert torch.equal(counts_T[:-1], documents_T[1:] == documents_T[:-1])
         for document in documents_T.unique().tolist():

@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from octet.api_schemas.models import GPTSpec, LlamaSpec
 from octet.api_schemas.models.architectures import KEEPS_DOCUMENTS_APART, TASKS
 from octet.api_schemas.models.huggingface import HuggingFaceSpec
-from octet.worker.models import TrainedModel, build_model
+from octet.worker.models import TrainedModel, build_model, context
 from octet.worker.models.cross_entropy import IGNORED
-from octet.worker.models.documents import attention_mask, positions_in_documents
+from octet.worker.models.documents import document_numbers, document_spans, document_starts, positions_in_documents
+from octet.worker.prepare.blocks import checkpoint_blocks, compile_blocks
 from tests.worker.models.test_architectures import CONFIGS, GROUPED, UNPADDED, VOCABULARY
 
 LENGTHS = ((5, 1, 18), (10, 10, 4), (24,))
@@ -35,13 +37,15 @@ def test_packed_documents_are_computed_as_if_alone(spec: Any) -> None:
     torch.set_num_threads(1)
     model = build_model(spec, seed=0).eval()
     tokens_BT = torch.randint(3, 256, (len(LENGTHS), 24), generator=torch.Generator().manual_seed(1))
-    documents_BT = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in LENGTHS])
+    documents_BD = document_starts(
+        torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in LENGTHS])
+    )
     targets_BT = tokens_BT.roll(-1, 1).masked_fill(tokens_BT % 3 == 0, IGNORED)
     num_targets_B = (targets_BT != IGNORED).sum(1)
     with torch.no_grad():
-        packed_BTV = model(tokens_BT, documents_BT)
+        packed_BTV = model(tokens_BT, documents_BD)
         packed = model.loss(
-            {"tokens": tokens_BT, "targets": targets_BT, "documents": documents_BT, "num_targets": num_targets_B}
+            {"tokens": tokens_BT, "targets": targets_BT, "documents": documents_BD, "num_targets": num_targets_B}
         )
         loss_sum = torch.zeros(())
         for row, lengths in enumerate(LENGTHS):
@@ -61,12 +65,48 @@ def _alone(model: TrainedModel, tokens_1T: Tensor) -> Tensor:
     return logits
 
 
+@pytest.mark.parametrize("spec", specs()[:2])
+@pytest.mark.parametrize("option", ["none", "selective", "full", "compiled"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
+def test_gradients_are_those_of_a_dense_mask(spec: Any, option: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens_BT = torch.randint(3, 256, (2, 25), generator=torch.Generator().manual_seed(1))
+    documents_BD = torch.tensor([[0, 5, 6, 24], [0, 20, 24, 24]], dtype=torch.int32)
+    numbers_BT = document_numbers(documents_BD, 24)
+    mask_B1TT = (numbers_BT[:, :, None] == numbers_BT[:, None, :]).tril()[:, None]
+
+    def dense(query: Tensor, key: Tensor, value: Tensor, *_starts: Tensor) -> Tensor:
+        key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value))
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask_B1TT)
+
+    found = []
+    for is_dense in (False, True):
+        model = build_model(spec, seed=0)
+        if is_dense:
+            monkeypatch.setattr(context, "document_attention", dense)
+        elif option == "compiled":
+            torch.compiler.reset()
+            compile_blocks(model, backend="aot_eager")
+        else:
+            checkpoint_blocks(model, option)
+        loss = model.loss({"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:], "documents": documents_BD}).loss
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    for own, of_dense in zip(*found, strict=True):
+        assert torch.equal(own, of_dense)
+
+
 def test_positions_and_masks_end_at_borders() -> None:
-    documents_BT = torch.tensor([[0, 0, 1, 2, 2, 2]])
-    assert positions_in_documents(documents_BT).tolist() == [[0, 1, 0, 0, 1, 2]]
-    mask_TT = attention_mask(documents_BT)[0, 0]
-    seen = [places.nonzero().flatten().tolist() for places in mask_TT]
-    assert seen == [[0], [0, 1], [2], [3], [3, 4], [3, 4, 5]]
+    documents_BD = document_starts(torch.tensor([[0, 0, 1, 2, 2, 2], [4, 4, 4, 4, 4, 4]]), num_starts=4)
+    assert documents_BD.tolist() == [[0, 2, 3, 6], [0, 6, 6, 6]]
+    assert positions_in_documents(documents_BD, 6).tolist() == [[0, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
+    (of_all,) = document_spans(documents_BD, [(0, 6)])
+    assert of_all.query_starts.tolist() == of_all.key_starts.tolist() == [0, 2, 3, 6, 6, 12, 12, 12, 12]
+    (of_part,) = document_spans(documents_BD, [(2, 4)])
+    assert of_part.query_starts.tolist() == [0, 0, 1, 2, 2, 4, 4, 4, 4]
+    assert of_part.key_starts.tolist() == [0, 2, 3, 4, 4, 8, 8, 8, 8]
+    with pytest.raises(ValueError, match=r"documents is torch.int64 \(1, 6\); allowed: torch.int32"):
+        positions_in_documents(torch.tensor([[0, 0, 1, 2, 2, 2]]), 6)
 
 
 def test_only_decoders_keep_documents_apart() -> None:

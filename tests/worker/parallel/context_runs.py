@@ -15,6 +15,7 @@ from octet.worker.mesh import Axis, Mesh
 from octet.worker.mesh.axes import Axes
 from octet.worker.models.context import ContextPart
 from octet.worker.models.cross_entropy import cross_entropy
+from octet.worker.models.documents import document_spans
 from tests.worker.parallel.tensor_runs import (
     LOSS_TOLERANCE,
     NORM_TOLERANCE,
@@ -37,7 +38,7 @@ def of_documents() -> dict[str, Tensor]:
     targets = batch["targets"].clone()
     targets[0, 5:9] = -100
     targets[1, 4:] = -100
-    documents = torch.tensor([[0] * 3 + [1] * 13, [0] * 10 + [1] * 6])
+    documents = torch.tensor([[0, 3], [0, 10]], dtype=torch.int32)
     return batch | {"targets": targets, "documents": documents, "num_targets": (targets != -100).sum(1)}
 
 
@@ -52,12 +53,14 @@ def sent(axes: Axes) -> dict[tuple[str, str], int]:
 GROUPED = {"B": 1, "query heads": 8, "key heads": 2, "tokens": 256, "head size": 16}
 
 
-def kept_by_attention(axis: Axis, has_mask: bool) -> dict[str, int]:
+def kept_by_attention(axis: Axis, has_documents: bool) -> dict[str, int]:
     """Bytes of the storages that attention keeps for its backward pass, and those that it sends both ways."""
     own, size = GROUPED["tokens"] // axis.size, GROUPED["head size"]
     query = torch.randn(1, GROUPED["query heads"], own, size, requires_grad=True)
     key, value = (torch.randn(1, GROUPED["key heads"], own, size, requires_grad=True) for _ in range(2))
-    mask = torch.ones(GROUPED["tokens"], GROUPED["tokens"], dtype=torch.bool).tril()[None, None] if has_mask else None
+    part = ContextPart(axis)
+    documents = torch.tensor([[0, GROUPED["tokens"] // 3]], dtype=torch.int32)
+    spans = document_spans(documents, part.ranges(GROUPED["tokens"])) if has_documents else None
     axis.sent_bytes.clear()
     kept: dict[int, int] = {}
 
@@ -67,9 +70,9 @@ def kept_by_attention(axis: Axis, has_mask: bool) -> dict[str, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        mixed = ContextPart(axis).attend(query, key, value, mask)
-    given = (query, key, value) if mask is None else (query, key, value, mask)
-    own_bytes = sum(num_bytes for pointer, num_bytes in kept.items() if pointer not in {part.data_ptr() for part in given})
+        mixed = part.attend(query, key, value, spans)
+    given = {each.data_ptr() for each in (query, key, value)}
+    own_bytes = sum(num_bytes for pointer, num_bytes in kept.items() if pointer not in given)
     mixed.sum().backward()
     return {"kept": own_bytes, "sent": sum(axis.sent_bytes.values())}
 
@@ -118,7 +121,7 @@ def work_of_two(rank: int, ports: list[int], folder: str, _cases: list[Case]) ->
         axes = mesh
         found: Result = {"gpt": gradients(axes, "gpt"), "llama": gradients(axes, "llama", of_documents())}
         found |= {"O3": trained(axes, "gpt", "O3", 1), "evaluated": evaluated(axes, of_documents()), "sent": sent(axes)}
-        found["kept"] = {has_mask: kept_by_attention(axes.context, has_mask) for has_mask in (False, True)}
+        found["kept"] = {packed: kept_by_attention(axes.context, packed) for packed in (False, True)}
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[1]}", rank=rank, world_size=2)
     found["own"] = {zero_stage: own_loop(zero_stage) for zero_stage in (0, 2)}
     dist.destroy_process_group()

@@ -73,39 +73,38 @@ def test_bytes_on_the_context_axis_are_those_of_the_formula(results: list[Result
         assert result["sent"] == {("gather", "float32"): own, ("exchange", "float32"): own}
 
 
-@pytest.mark.parametrize("has_mask", [False, True])
-def test_groups_of_query_heads_share_the_gathered_keys(results: list[Result], has_mask: bool) -> None:
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_groups_of_query_heads_share_the_gathered_keys(results: list[Result], has_documents: bool) -> None:
     """Kept are keys and values of all tokens, once for each head of keys, and the outputs; no copies for queries."""
     num_tokens, size = GROUPED["tokens"], GROUPED["head size"]
     gathered = 2 * GROUPED["key heads"] * num_tokens * size * 4
     outputs = GROUPED["query heads"] * (num_tokens // NUM_RANKS) * size * 4
     copies = gathered * GROUPED["query heads"] // GROUPED["key heads"]
     statistics = outputs // size  # the logarithm of a sum for each query
-    masks = 2 * num_tokens * (num_tokens // NUM_RANKS) * 4  # at most: of both chunks, as the kernel takes them
+    # Of the queries and the keys of both chunks; or, at most, a CPU kernel's causal masks of both.
+    starts = 2 * 2 * 3 * 4 if has_documents else 2 * num_tokens * (num_tokens // NUM_RANKS) * 4
     for result in results:
-        found = result["kept"][has_mask]
-        assert gathered + outputs <= found["kept"] <= gathered + outputs + statistics + masks
+        found = result["kept"][has_documents]
+        assert gathered + outputs <= found["kept"] <= gathered + outputs + statistics + starts
         assert found["kept"] < copies
         assert found["sent"] == 2 * gathered // NUM_RANKS
 
 
-@pytest.mark.parametrize("has_mask", [False, True])
-def test_one_query_head_at_a_time_attends_as_all_of_a_group(has_mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_query_head_at_a_time_attends_as_all_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some devices have no kernels that take groups."""
     numbers = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, tokens, 16, generator=numbers) for heads, tokens in ((6, 8), (2, 24), (2, 24)))
-    mask = (torch.rand(2, 1, 8, 24, generator=numbers) < 0.5) | torch.eye(8, 24, dtype=torch.bool)
     parts = [part.requires_grad_() for part in (query, key, value)]
     found = []
     for takes_groups in (True, False):
         monkeypatch.setattr(context, "_takes_groups", lambda *_, takes=takes_groups, **__: takes)
-        mixed = context.attend_in_groups(*parts, mask if has_mask else causal_lower_right(8, 24), has_mask=has_mask)
+        mixed = context.attend_in_groups(*parts, causal_lower_right(8, 24))
         found.append([mixed, *torch.autograd.grad(mixed.square().sum(), parts)])
     for grouped, one_by_one in zip(*found, strict=True):
         torch.testing.assert_close(grouped, one_by_one)
     copied = [part.repeat_interleave(3, dim=1) for part in parts[1:]]
-    bias = mask if has_mask else causal_lower_right(8, 24)
-    torch.testing.assert_close(found[0][0], scaled_dot_product_attention(query, *copied, attn_mask=bias))
+    expected = scaled_dot_product_attention(query, *copied, attn_mask=causal_lower_right(8, 24))
+    torch.testing.assert_close(found[0][0], expected)
 
 
 def test_what_cannot_be_divided_is_refused() -> None:

@@ -70,6 +70,17 @@ def test_a_trace_holds_what_the_closed_form_says(name: str) -> None:
     assert 0 <= found["held"]["other"] - found["planned"]["other"] < 1024
 
 
+@pytest.mark.slow
+def test_packed_documents_are_traced_without_a_mask() -> None:
+    """A step with documents takes what one without takes, but for their starts and positions."""
+    found = traced("packed")
+    for family in ("gpt", "llama"):
+        packed, whole = found[f"{family} packed"], found[f"{family} whole"]
+        assert "aten._flash_attention_forward.default" in packed["ops"]
+        assert not packed["squares"]
+        assert abs(packed["peak"] - whole["peak"]) < 2 * 1024 * 1024  # the bytes of a mask of one layer
+
+
 @pytest.mark.system
 def test_lines_give_the_peak_of_wider_micro_batches() -> None:
     found = traced("wider")

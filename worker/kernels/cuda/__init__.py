@@ -1,4 +1,5 @@
 """The kernels of CUDA devices, in Triton: each equals its twin in `worker/kernels/reference.py` bit for bit.
+Attention is torch's.
 
 Loaded by `library.py` for a tensor on such a device, and by the tests, which run it under Triton's interpreter on a CPU.
 """
@@ -6,6 +7,7 @@ Loaded by `library.py` for a tensor on such a device, and by the tests, which ru
 from torch import sqrt  # which is IEEE's on a CUDA device
 
 from octet.worker.kernels.cuda.amax import all_finite, compute_amax
+from octet.worker.kernels.cuda.attention import document_attention, document_attention_backward
 from octet.worker.kernels.cuda.gates import activate, activate_backward
 from octet.worker.kernels.cuda.gemm import matmul
 from octet.worker.kernels.cuda.gradient_norms import clip_, norms, total_norm
@@ -34,6 +36,8 @@ __all__ = [
     "complete",
     "compute_amax",
     "dequantize",
+    "document_attention",
+    "document_attention_backward",
     "encode",
     "matmul",
     "mean_of_shards",
