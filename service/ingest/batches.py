@@ -95,7 +95,7 @@ def read_batch(body: bytes) -> Batch:
         if all(entry.at.tzinfo is UTC for entry in envelope.reports):
             reports = tuple([Report(entry.seq, entry.at, _read_body(entry.body)) for entry in envelope.reports])
             return Batch(envelope.epoch, envelope.rank, reports)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValidationError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValidationError, RecursionError):
         pass
     # The contract also takes numbers as text, and moments of other zones; and it says where a batch is wrong.
     batch = ReportBatch.model_validate_json(body)

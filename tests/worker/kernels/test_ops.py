@@ -28,6 +28,7 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
 
     `complete`, `measure`, `quantize_delayed` and ops with a final _ write into their arguments.
     """
+    yield from attention_calls()
     for shape in shapes or ((300, 260), (16, 1)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         for kind in (kind.value for kind in ScaleKind):
@@ -135,6 +136,15 @@ def linear_calls(x_TK: Tensor, sides: str) -> Iterator[tuple[Any, tuple[Any, ...
         yield ops.linear_gradients, (*both[:3], *nothing, *nothing, *held[0], LinearFormats().text, sides, *dtypes)
 
 
+def attention_calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Attention of two rows of 8 tokens, with three documents and two query heads for each head of keys."""
+    starts = torch.tensor([0, 5, 8, 16], dtype=torch.int32)
+    query, key, value = (torch.randn(2, 8, num_heads, 16).transpose(1, 2) for num_heads in (4, 2, 2))
+    yield ops.document_attention, (query, key, value, starts, starts)
+    output, logsumexp = ops.document_attention(query, key, value, starts, starts)
+    yield ops.document_attention_backward, (query, [query, key, value], output, logsumexp, starts, starts)
+
+
 def test_every_op_is_called() -> None:
     called = {str(op) for op, _ in calls()}
     registered = {
@@ -216,6 +226,8 @@ def test_cuda_tensors_get_the_triton_kernels(launched: list[str]) -> None:
             ops.linear_output,
             ops.linear_gradients,
             ops.sqrt,
+            ops.document_attention,
+            ops.document_attention_backward,
         ):  # cuBLAS's and torch's own
             continue
         launched.clear()
