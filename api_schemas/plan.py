@@ -217,10 +217,7 @@ def why_not_traced(job: JobSpec) -> str | None:
         return f"steps of family {job.model.family} are not traced; those of {', '.join(TRACED_FAMILIES)} are"
     if job.precision.is_resolved and job.precision.storage.engine != "octet":
         return f"level {job.precision.level} runs {job.precision.storage.engine}'s layers, not traced yet"
-    for axis in ("pipeline", "context"):
-        if getattr(job.parallelism, axis) > 1:
-            return f"steps with parallelism.{axis} are not traced yet"
-    return None
+    return "steps with parallelism.pipeline are not traced yet" if job.parallelism.pipeline > 1 else None
 
 
 def traces_of(found: Sequence[Candidate]) -> list[TraceRequest]:

@@ -279,7 +279,15 @@ def pool_ratio(client: TestClient) -> float | None:
     ("changes", "allowed"),
     [
         ({"resources": {"pool": "cpu"}}, "pools with memory_per_device_bytes: h100"),
-        ({"resources": {"pool": "h100", "workers": 2}, "parallelism": {"context": 2}}, "parallelism.context are not traced"),
+        (
+            {
+                "model": {"preset": "gpt-tiny"},
+                "training": {"steps": 1, "global_batch_size": 2, "micro_batch_size": 1, "sequence_length": 32},
+                "resources": {"pool": "h100", "workers": 2},
+                "parallelism": {"pipeline": 2},
+            },
+            "parallelism.pipeline are not traced",
+        ),
     ],
 )
 def test_auto_is_refused_where_no_level_could_be_chosen(

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import bias as biases
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 from triton import knobs
@@ -23,6 +24,7 @@ from octet.worker.fp8.convert import filter_layers
 from octet.worker.fp8.speedups import Chip
 from octet.worker.kernels import library
 from octet.worker.kernels.cuda import gemm, gradient_norms
+from octet.worker.models import context
 from octet.worker.optim.fused import FusedStep
 from octet.worker.prepare import convert
 
@@ -32,6 +34,8 @@ HOPPER, CUDA_VERSION = (9, 0), (13, 0)
 _AUTOCAST: list[torch.library.Library] = []  # a library that is freed takes its kernels back
 _SILU: list[torch.library.Library] = []
 CHIP = Chip("NVIDIA H200", HOPPER)
+LOWER_RIGHT = object()
+"""Stands for torch's causal mask of the last queries, which no fake tensor can be and which takes no memory on CUDA."""
 
 
 class _Fakes(FakeTensorMode):
@@ -100,6 +104,8 @@ def fake_gpu() -> Iterator[torch.device]:
             (gradient_norms, "_sent", _sent),
             (Tensor, "is_cuda", property(lambda tensor: tensor.device.type == DEVICE_TYPE)),
             (nn.functional, "scaled_dot_product_attention", attention),
+            (biases, "causal_lower_right", lambda *_sizes: LOWER_RIGHT),
+            (context, "can_use_flash_attention", lambda params: params.query.dtype.itemsize == 2),
             (torch.cuda, "get_device_capability", lambda *_device: HOPPER),  # a broadcast asks for it
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -138,13 +144,15 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
     """Run what torch runs on CUDA: flash attention for 16 bits without a mask, else memory-efficient attention."""
     scale = options.get("scale")
+    if attn_mask is LOWER_RIGHT:
+        attn_mask, is_causal = None, True
     if attn_mask is None and query.dtype.itemsize == 2:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     bias = attn_mask

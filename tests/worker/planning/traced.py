@@ -30,6 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO 1": {"level": "O3", "workers": 4, "parallelism": {"zero_stage": 1}},
     "ZeRO 2": {"workers": 4, "parallelism": {"zero_stage": 2}},
     "ZeRO 3": {"model": LLAMA, "workers": 4, "parallelism": {"zero_stage": 3}},
+    "context": {"model": LLAMA, "workers": 2, "parallelism": {"context": 2}},
+    "context, ZeRO 1": {"workers": 4, "parallelism": {"context": 2, "zero_stage": 1}},
     "tensor": {"model": LLAMA, "workers": 2, "parallelism": {"tensor": 2, "sequence": True}},
 }
 
