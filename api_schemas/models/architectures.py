@@ -53,12 +53,12 @@ DIVIDED_BY_RANKS = frozenset(
 
 KEEPS_DOCUMENTS_APART = frozenset(
     _words(
-        "apertus arcee cohere cohere2 diffllama ernie4_5 exaone4 gemma2 gemma3_text glm glm4 gpt2 gpt_neox granite granitemoe "
-        "llama mistral mixtral nemotron olmo olmo2 olmo3 olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss "
-        "smollm3 stablelm starcoder2"
+        "apertus arcee cohere cohere2 cwm deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4 flex_olmo gemma gemma2 "
+        "gemma3_text glm glm4 glm4_moe gpt2 gpt_neox granite granitemoe granitemoeshared llama mistral mixtral nemotron olmo "
+        "olmo2 olmo3 olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2"
     )
 )
-"""Architectures that end attention where positions begin again at 0; `tests/worker/models/test_documents.py` measures each."""
+"""Decoders that attend by our function, which documents end; `tests/worker/models/test_documents.py` measures each."""
 
 PURE_BLOCK_CLASSES: Mapping[str, str] = {
     "gpt2": "GPT2Block",

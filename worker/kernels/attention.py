@@ -19,15 +19,15 @@ def takes_flash(query: Tensor) -> bool:
     return query.is_cpu or (query.dtype.itemsize == 2 and query.shape[-1] <= 256)
 
 
-def _fake_attention(query: Tensor, _key: Tensor, _value: Tensor, *starts: Tensor) -> tuple[Tensor, ...]:
+def _fake_attention(query: Tensor, _key: Tensor, _value: Tensor, starts: Tensor, *_rest: Any) -> tuple[Tensor, ...]:
     num_rows, num_heads, num_tokens, _ = query.shape
     shape: tuple[int, ...] = (num_heads, num_rows * num_tokens)
     if not takes_flash(query):
-        shape = (len(starts[0]) - 1, num_heads, -(-num_tokens // 32) * 32)
+        shape = (len(starts) - 1, num_heads, -(-num_tokens // 32) * 32)
     return _empty(query), query.new_empty(shape, dtype=torch.float32)
 
 
-def _fake_backward(_grad: Tensor, heads: list[Tensor], *_rest: Tensor) -> tuple[Tensor, ...]:
+def _fake_backward(_grad: Tensor, heads: list[Tensor], *_rest: Any) -> tuple[Tensor, ...]:
     return tuple(map(_empty, heads))
 
 
@@ -36,38 +36,49 @@ def _empty(heads: Tensor) -> Tensor:
     return heads.new_empty(heads.transpose(1, 2).shape).transpose(1, 2)
 
 
-_STARTS = "Tensor query_starts, Tensor key_starts"
+_WHERE = "Tensor query_starts, Tensor key_starts, float scale, int window"
 _forward_op = define(
-    f"document_attention(Tensor query, Tensor key, Tensor value, {_STARTS}) -> (Tensor, Tensor)", _fake_attention
+    f"document_attention(Tensor query, Tensor key, Tensor value, {_WHERE}) -> (Tensor, Tensor)", _fake_attention
 )
 _backward_op = define(
-    f"document_attention_backward(Tensor grad, Tensor[] heads, Tensor output, Tensor logsumexp, {_STARTS})"
+    f"document_attention_backward(Tensor grad, Tensor[] heads, Tensor output, Tensor logsumexp, {_WHERE})"
     " -> (Tensor, Tensor, Tensor)",
     _fake_backward,
 )
 
 
 def document_attention(
-    query_BHqd: Tensor, key_BGkd: Tensor, value_BGkd: Tensor, query_starts: Tensor, key_starts: Tensor
+    query_BHqd: Tensor,
+    key_BGkd: Tensor,
+    value_BGkd: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Return each query's mean of the values of its document up to it, (B, H, q, d), with gradients. H is a multiple of G.
 
     query_starts, key_starts: int32 (N + 1), on the tensors' device, ascending from 0: where each document begins among the
     query tokens and the key tokens of all rows, and at the end their number. A document may be empty in either. Its last
     query is at the place of its last key, so that queries may be the last part of a row whose keys are all there.
+    scale: of the products of queries and keys; d ** -0.5 without one. window: a query attends to so many keys at most, its own
+    the last of them; 0 for all.
     """
-    output: Tensor = _DocumentAttention.apply(query_BHqd, key_BGkd, value_BGkd, query_starts, key_starts)
+    scale = query_BHqd.shape[-1] ** -0.5 if scale is None else scale
+    output: Tensor = _DocumentAttention.apply(query_BHqd, key_BGkd, value_BGkd, query_starts, key_starts, scale, window)
     return output
 
 
 class _DocumentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor) -> Tensor:
-        output, logsumexp = _forward_op(query, key, value, query_starts, key_starts)
-        ctx.save_for_backward(query, key, value, output, logsumexp, query_starts, key_starts)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *where: Any) -> Tensor:
+        output, logsumexp = _forward_op(query, key, value, *where)
+        *starts, ctx.scale, ctx.window = where
+        ctx.save_for_backward(query, key, value, output, logsumexp, *starts)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *rest = ctx.saved_tensors
-        return *_backward_op(grad, [query, key, value], *rest), None, None
+        return *_backward_op(grad, [query, key, value], *rest, ctx.scale, ctx.window), None, None, None, None

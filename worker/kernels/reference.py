@@ -328,37 +328,46 @@ def _multiply_by_scale_(x: Tensor, scale: Tensor, kind: ScaleKind) -> None:
 
 
 def document_attention(
-    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor
+    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     """Torch's attention on a CPU, with a mask of documents. Returns the output, and logarithms of sums (H, B·q)."""
     key, value = (_repeat_heads(heads, query) for heads in (key, value))
-    mask = _document_mask(query, key, query_starts, key_starts)
-    output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask)
+    mask = _document_mask(query, key, query_starts, key_starts, window)
+    run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, logsumexp = run(query, key, value, attn_mask=mask, scale=scale)
     return output.transpose(1, 2).contiguous().transpose(1, 2), logsumexp.float().transpose(0, 1).flatten(1).contiguous()
 
 
 def document_attention_backward(
-    grad: Tensor, heads: list[Tensor], output: Tensor, logsumexp: Tensor, query_starts: Tensor, key_starts: Tensor
+    grad: Tensor, heads: list[Tensor], output: Tensor, logsumexp: Tensor, *where: Any
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value, in whose memory all heads of a token are neighbours."""
+    """Return the gradients of query, key and value, in whose memory all heads of a token are neighbours.
+
+    where: query_starts, key_starts, scale and window of the forward pass.
+    """
     query, key, value = heads
+    query_starts, key_starts, scale, window = where
     alone = query, *(_repeat_heads(shared, query) for shared in (key, value))
-    mask = _document_mask(query, key, query_starts, key_starts)
+    mask = _document_mask(query, key, query_starts, key_starts, window)
     logsumexp = logsumexp.unflatten(1, (len(query), -1)).movedim(0, 2).contiguous().transpose(1, 2)
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grads = [found.transpose(1, 2) for found in run(grad, *alone, output, logsumexp, 0.0, False, attn_mask=mask)]
-    shared = [found.unflatten(2, (of.shape[1], -1)).sum(3) for found, of in zip(grads[1:], (key, value), strict=True)]
-    return tuple(found.contiguous().transpose(1, 2) for found in (grads[0], *shared))
+    found = run(grad, *alone, output, logsumexp, 0.0, False, attn_mask=mask, scale=scale)
+    grads = [part.transpose(1, 2) for part in found]
+    shared = [part.unflatten(2, (of.shape[1], -1)).sum(3) for part, of in zip(grads[1:], (key, value), strict=True)]
+    return tuple(part.contiguous().transpose(1, 2) for part in (grads[0], *shared))
 
 
-def _document_mask(query: Tensor, key: Tensor, query_starts: Tensor, key_starts: Tensor) -> Tensor:
+def _document_mask(query: Tensor, key: Tensor, query_starts: Tensor, key_starts: Tensor, window: int) -> Tensor:
     """Return 0 where a query may attend to a key, and else minus infinity, (B, 1, q, k), in the dtype of the query."""
     of_queries, of_keys = (
         torch.searchsorted(starts, torch.arange(len(heads) * heads.shape[2], dtype=torch.int32), right=True)
         for heads, starts in ((query, query_starts), (key, key_starts))
     )
     is_same = of_queries.view(len(query), -1, 1) == of_keys.view(len(key), 1, -1)
-    is_same = is_same.tril(key.shape[2] - query.shape[2])
+    own_key = key.shape[2] - query.shape[2]
+    is_same = is_same.tril(own_key)
+    if window:
+        is_same = is_same.triu(own_key - window + 1)
     return torch.zeros(is_same.shape, dtype=query.dtype).masked_fill_(~is_same, -torch.inf)[:, None]
 
 

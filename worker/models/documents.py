@@ -6,16 +6,12 @@ documents and all have one shape.
 Shape suffixes: B sequences, T tokens, D documents of a row, N of all rows.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-_documents: ContextVar[tuple[Tensor | None] | None] = ContextVar("documents", default=None)
 
 
 class DocumentSpans(NamedTuple):
@@ -74,34 +70,3 @@ def _starts_within(documents_BD: Tensor, first: int, end: int) -> Tensor:
     rows_B1 = torch.arange(0, num_rows * length, length, dtype=torch.int32, device=documents_BD.device)[:, None]
     starts_BD = documents_BD.clamp(first, end) - first + rows_B1
     return functional.pad(starts_BD.flatten(), (0, 1), value=num_rows * length)
-
-
-@contextmanager
-def documents_known(numbers_BT: Tensor | None) -> Iterator[None]:
-    """Inside, transformers masks by these numbers of documents, or by none, and does not look for them in the positions.
-
-    It would read a value of the device in each forward pass, and ask for a mask in place of causal attention in a CUDA graph.
-    """
-    _let_transformers_ask()
-    token = _documents.set((numbers_BT,))
-    try:
-        yield
-    finally:
-        _documents.reset(token)
-
-
-def _let_transformers_ask() -> None:
-    """Put a function in front of transformers' own, which runs wherever no documents are known: in a user's own models."""
-    from transformers import masking_utils
-
-    find = masking_utils.find_packed_sequence_indices
-    if getattr(find, "asks_octet", False):
-        return
-
-    def documents_or_found(position_ids: Tensor) -> Tensor | None:
-        known = _documents.get()
-        found: Tensor | None = known[0] if known is not None else find(position_ids)
-        return found
-
-    documents_or_found.asks_octet = True
-    masking_utils.find_packed_sequence_indices = documents_or_found

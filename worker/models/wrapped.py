@@ -16,10 +16,11 @@ from torch.nn import functional
 from octet.api_schemas import Task
 from octet.api_schemas.models.architectures import POSITIONS_AFTER_PADDING
 from octet.worker.models.cross_entropy import cross_entropy
-from octet.worker.models.documents import document_numbers, documents_known, positions_in_documents
+from octet.worker.models.documents import positions_in_documents
 from octet.worker.models.language import checked_length, next_token_losses, token_losses
 from octet.worker.models.linear_cross_entropy import DeferredLogits
 from octet.worker.models.model import Losses, TensorRole, TrainedModel
+from octet.worker.models.transformers_attention import attend_by_documents, mask_of
 
 TOP = 5
 """The accuracy that is measured besides that of the first guess counts so many."""
@@ -44,12 +45,12 @@ class _TokenModel(WrappedModel):
         for module in network.modules():
             if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # reads tokens from the device; we never pad
                 module.warn_if_padding_and_no_attention_mask = _keep_silent
+        attend_by_documents(network)
 
     def forward(self, tokens_BT: Tensor, documents_BD: Tensor | None = None) -> Tensor:
         """Return the network's logits (B, T, V).
 
-        documents_BD: as `documents.py` describes. The network itself ends attention where positions begin again at 0, which
-        `KEEPS_DOCUMENTS_APART` lists.
+        documents_BD: as `documents.py` describes, for architectures that `KEEPS_DOCUMENTS_APART` lists.
         """
         options: dict[str, Any] = {}
         config = self.network.config
@@ -60,14 +61,13 @@ class _TokenModel(WrappedModel):
             options["position_ids"] = positions_T.expand_as(tokens_BT)
         if documents_BD is not None:
             options["position_ids"] = positions_in_documents(documents_BD, tokens_BT.shape[1])
+            options["attention_mask"] = mask_of(documents_BD, tokens_BT.shape[1])
         longest = getattr(config, "max_position_embeddings", None)
         if isinstance(longest, int) and longest > 0:
             checked_length(tokens_BT, longest - first)
         if hasattr(config, "use_cache"):
             options["use_cache"] = False
-        numbers_BT = None if documents_BD is None else document_numbers(documents_BD, tokens_BT.shape[1])
-        with documents_known(numbers_BT):
-            return self.network(input_ids=tokens_BT, **options).logits
+        return self.network(input_ids=tokens_BT, **options).logits
 
 
 def _keep_silent(*_arguments: Any) -> None:

@@ -140,9 +140,10 @@ def attention_calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Attention of two rows of 8 tokens, with three documents and two query heads for each head of keys."""
     starts = torch.tensor([0, 5, 8, 16], dtype=torch.int32)
     query, key, value = (torch.randn(2, 8, num_heads, 16).transpose(1, 2) for num_heads in (4, 2, 2))
-    yield ops.document_attention, (query, key, value, starts, starts)
-    output, logsumexp = ops.document_attention(query, key, value, starts, starts)
-    yield ops.document_attention_backward, (query, [query, key, value], output, logsumexp, starts, starts)
+    where = starts, starts, 0.25, 3
+    yield ops.document_attention, (query, key, value, *where)
+    output, logsumexp = ops.document_attention(query, key, value, *where)
+    yield ops.document_attention_backward, (query, [query, key, value], output, logsumexp, *where)
 
 
 def test_every_op_is_called() -> None:

@@ -96,6 +96,78 @@ def test_gradients_are_those_of_a_dense_mask(spec: Any, option: Any, monkeypatch
         assert torch.equal(own, of_dense)
 
 
+SLIDING: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "cohere2": {},
+    "olmo3": {},
+    "mixtral": {},
+    "phi3": {},
+    "starcoder2": {},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 0},
+    "qwen3": {"use_sliding_window": True, "max_window_layers": 0},
+}
+"""Architectures whose layers see a window of the last tokens, and what else their configuration needs for it."""
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "mistral" else pytest.mark.matrix) for name in SLIDING]
+)
+def test_windows_and_gradients_are_those_of_transformers(name: str, is_packed: bool) -> None:
+    """Its own attention finds documents in positions, and makes a mask of documents and windows."""
+    config = CONFIGS.get(name, GROUPED | UNPADDED) | {"sliding_window": 5} | SLIDING[name]
+    tokens_BT = torch.randint(3, 256, (2, 24), generator=torch.Generator().manual_seed(1))
+    documents_BD = torch.tensor([[0, 2, 14], [0, 24, 24]], dtype=torch.int32) if is_packed else None
+    options = {"position_ids": positions_in_documents(documents_BD, 24)} if documents_BD is not None else {}
+    found = []
+    for is_ours in (True, False):
+        model: Any = build_model(HuggingFaceSpec(architecture=name, config=config), seed=0)
+        if is_ours:
+            logits_BTV = model(tokens_BT, documents_BD)
+        else:
+            model.network.set_attn_implementation("sdpa")
+            logits_BTV = model.network(input_ids=tokens_BT, use_cache=False, **options).logits
+        (logits_BTV**2).mean().backward()
+        found.append([logits_BTV.detach(), *(parameter.grad for parameter in model.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_dropped_values_are_those_of_transformers() -> None:
+    """The op drops nothing: a mask is made then, and the same numbers are drawn."""
+    model: Any = build_model(HuggingFaceSpec(architecture="gpt2", config=CONFIGS["gpt2"] | {"attn_pdrop": 0.5}), seed=0)
+    tokens_BT = torch.randint(3, 256, (2, 24), generator=torch.Generator().manual_seed(1))
+    documents_BD = torch.tensor([[0, 2, 14], [0, 24, 24]], dtype=torch.int32)
+    torch.manual_seed(3)
+    ours = model(tokens_BT, documents_BD)
+    model.network.set_attn_implementation("sdpa")
+    torch.manual_seed(3)
+    theirs = model.network(input_ids=tokens_BT, position_ids=positions_in_documents(documents_BD, 24), use_cache=False).logits
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", IN_EVERY_RUN)
+def test_no_mask_is_made_and_no_position_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import masking_utils
+
+    def refuse(*_arguments: Any, **_options: Any) -> None:
+        raise AssertionError("transformers makes a mask, or looks for documents on the device")
+
+    for function in ("find_packed_sequence_indices", "sdpa_mask", "eager_mask"):
+        monkeypatch.setattr(masking_utils, function, refuse)
+    monkeypatch.setitem(masking_utils.AttentionMaskInterface._global_mapping, "sdpa", refuse)
+    model: Any = build_model(HuggingFaceSpec(architecture=name, config=CONFIGS[name]), seed=0)
+    tokens_BT = torch.randint(3, 256, (2, 24), generator=torch.Generator().manual_seed(1))
+    for documents_BD in (None, torch.tensor([[0, 2, 14], [0, 24, 24]], dtype=torch.int32)):
+        assert model(tokens_BT, documents_BD).isfinite().all()
+    assert "attn_implementation" not in model.network.config.to_json_string()
+    model.network.set_attn_implementation("sdpa")
+    with pytest.raises(AssertionError, match="transformers makes a mask"):
+        model(tokens_BT)
+
+
 def test_positions_and_masks_end_at_borders() -> None:
     documents_BD = document_starts(torch.tensor([[0, 0, 1, 2, 2, 2], [4, 4, 4, 4, 4, 4]]), num_starts=4)
     assert documents_BD.tolist() == [[0, 2, 3, 6], [0, 6, 6, 6]]

@@ -19,36 +19,52 @@ CAUSAL_FROM_BOTTOM_RIGHT = 2
 
 
 def document_attention(
-    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor
+    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     """Return the output (B, H, q, d), and the logarithms of sums, fp32."""
     where = query_starts, key_starts, query.shape[2], key.shape[2], 0.0
-    scale, heads = query.shape[-1] ** -0.5, (_tokens(query), _tokens(key), _tokens(value))
+    heads = _tokens(query), _tokens(key), _tokens(value)
     if takes_flash(query):
-        output, logsumexp, *_ = aten._flash_attention_forward(*heads, *where, True, False, scale=scale)
+        output, logsumexp, *_ = aten._flash_attention_forward(*heads, *where, True, False, scale=scale, **_flash_window(window))
         return _rows(output, query), logsumexp
-    heads = _each_alone(*heads)
-    output, logsumexp, *_ = aten._efficient_attention_forward(*heads, None, *where, CAUSAL_FROM_BOTTOM_RIGHT, True, scale=scale)
+    options = {"scale": scale, "window_size": window or None}
+    output, logsumexp, *_ = aten._efficient_attention_forward(
+        *_each_alone(*heads), None, *where, CAUSAL_FROM_BOTTOM_RIGHT, True, **options
+    )
     return _rows(output.squeeze(0), query), logsumexp
 
 
 def document_attention_backward(
-    grad: Tensor, heads: list[Tensor], output: Tensor, logsumexp: Tensor, query_starts: Tensor, key_starts: Tensor
+    grad: Tensor,
+    heads: list[Tensor],
+    output: Tensor,
+    logsumexp: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    scale: float,
+    window: int,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value (`heads`), in their shapes."""
     query = heads[0]
-    where, scale = (query_starts, key_starts, query.shape[2], heads[1].shape[2]), query.shape[-1] ** -0.5
+    where = query_starts, key_starts, query.shape[2], heads[1].shape[2]
     seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # nothing is dropped
     tokens, grad, output = tuple(map(_tokens, heads)), _tokens(grad), _tokens(output)
     if takes_flash(query):
         options: tuple[Any, ...] = *where, 0.0, True, seed, seed.new_empty(0)
-        grads = aten._flash_attention_backward(grad, *tokens, output, logsumexp, *options, scale=scale)
+        windows = _flash_window(window)
+        grads = aten._flash_attention_backward(grad, *tokens, output, logsumexp, *options, scale=scale, **windows)
     else:
         tokens = _each_alone(*tokens)
         options = *where, logsumexp, 0.0, *seed.view(torch.int64).unbind(), CAUSAL_FROM_BOTTOM_RIGHT, False
-        grads = aten._efficient_attention_backward(grad.unsqueeze(0), *tokens, None, output.unsqueeze(0), *options, scale=scale)
+        named = {"scale": scale, "window_size": window or None}
+        grads = aten._efficient_attention_backward(grad.unsqueeze(0), *tokens, None, output.unsqueeze(0), *options, **named)
         grads = [found.squeeze(0).unflatten(1, (of.shape[1], -1)).sum(2) for found, of in zip(grads, heads, strict=False)]
     return tuple(_rows(found, of) for found, of in zip(grads, heads, strict=True))
+
+
+def _flash_window(window: int) -> dict[str, int]:
+    """Flash attention counts the keys before a query's own, and those after it."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
 def _tokens(heads_BHTd: Tensor) -> Tensor:
