@@ -271,8 +271,12 @@ def _row(candidate: Candidate, pools: Sequence[PoolConfig], reply: TraceReply | 
 
 
 def _agrees(states: States, peak: Peak) -> bool:
-    """Return True if all classes but `other` are equal within 0.5 %; it has an optimizer's counters on a GPU."""
-    return all(
+    """Return True if all classes but `other` are equal within 0.5 %, and if nothing else is alive between steps.
+
+    `other` has an optimizer's counters on a GPU. Gradients are alive at the update, where classes are counted.
+    """
+    alive = sum(num_bytes for kind, num_bytes in peak.held.items() if kind != "gradients")
+    return abs(peak.before - alive) <= 0.005 * alive and all(
         abs(num_bytes - peak.held[kind]) <= 0.005 * num_bytes for kind, num_bytes in states.held.items() if kind != "other"
     )
 

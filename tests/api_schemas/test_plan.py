@@ -106,8 +106,10 @@ def test_states_that_differ_from_the_trace_are_marked() -> None:
     peak = peak_of(spec, 1)
     wrong = peak.model_copy(update={"held": peak.held | {"weights": peak.held["weights"] * 2}})
     found = candidates(PlanRequest(job=spec, levels=("O2",)))
-    (row,) = rows_of(found, [], [TraceReply(id="0", peak=wrong)])
-    assert row.states_agree is False
+    more = peak.model_copy(update={"before": peak.before + peak.held["weights"]})
+    for traced in (wrong, more):
+        (row,) = rows_of(found, [], [TraceReply(id="0", peak=traced)])
+        assert row.states_agree is False
 
 
 def test_changes_are_asked_for_only_if_the_job_may_not_fit_and_those_that_fit_are_shown() -> None:

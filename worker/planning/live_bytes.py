@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.fp8.weight import Float8Weight
 from octet.worker.metrics.memory import held_tensors
 
 GRANULE = 512  # bytes: kMinBlockSize of CUDACachingAllocator.cpp
@@ -86,8 +87,8 @@ class LiveBytes(TorchDispatchMode):
         self.phase = "forward"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, Float8Gradient) for kind in types):
-            return NotImplemented  # the subclass runs on plain tensors, and these come back here
+        if any(issubclass(kind, (Float8Gradient, Float8Weight)) for kind in types):
+            return NotImplemented  # the subclass runs on plain tensors, and these come back here; its own storage has no memory
         with self:
             result = self.see_within(func, args, kwargs or {})
         if result is NotImplemented:

@@ -68,6 +68,8 @@ def test_a_trace_holds_what_the_closed_form_says(name: str) -> None:
         if kind != "other":
             assert found["held"][kind] == pytest.approx(num_bytes, rel=0.005), kind
     assert 0 <= found["held"]["other"] - found["planned"]["other"] < 1024
+    alive = sum(num_bytes for kind, num_bytes in found["held"].items() if kind != "gradients")
+    assert found["before"][0] == pytest.approx(alive, rel=0.001), "between steps nothing but states is alive"
 
 
 @pytest.mark.slow
