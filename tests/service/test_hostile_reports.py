@@ -69,7 +69,7 @@ HOSTILE = {
 
 
 STORED = ("numbers at their ends", "a large integer", "half a surrogate pair", "control characters")
-"""What a database has to store, or to refuse: the databases differ in it. All else is refused or read before."""
+"""Values that a database stores or refuses in its own way. All else is refused or read before."""
 CASES = [
     *(pytest.param(bodies, "sqlite", id=f"{name}-sqlite") for name, bodies in HOSTILE.items()),
     *(
