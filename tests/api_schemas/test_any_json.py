@@ -62,7 +62,7 @@ def check(document: dict[str, Any]) -> None:
         assert all(violation.message for violation in violations)
 
 
-@settings(max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=75, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), value=ANY_JSON)
 def test_any_json_is_valid_or_refused(spec_document: dict[str, Any], data: st.DataObject, value: Any) -> None:
     document = spec_document

@@ -175,7 +175,7 @@ def planned(spec: JobSpec, memory: int, activations: dict[str, int]) -> JobPlan:
     return job_plan(spec, pool(memory), rows_of(found, [pool(memory)], replies), "1")
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(near=NEAR, activations=PEAKS)
 def test_auto_takes_the_most_precise_level_that_surely_fits(near: tuple[str, int], activations: dict[str, int]) -> None:
     memory = memory_near(near, activations)
@@ -193,7 +193,7 @@ def test_auto_takes_the_most_precise_level_that_surely_fits(near: tuple[str, int
     assert chosen.model_copy(update={"asked_level": chosen.level}) == at[chosen.level]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(near=st.tuples(NEAR, NEAR), activations=PEAKS)
 def test_more_memory_never_makes_auto_less_precise(
     near: tuple[tuple[str, int], tuple[str, int]], activations: dict[str, int]

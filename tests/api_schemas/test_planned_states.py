@@ -170,14 +170,24 @@ def test_tensor_ranks_divide_what_the_networks_plan_divides(family: str) -> None
         assert shape.divided_dim == (None if is_whole else dims[role or ""]), shape.name
 
 
-@pytest.mark.parametrize("level", [name for name, row in LEVELS.items() if row.engine == "octet"])
-@pytest.mark.parametrize("family", MODELS)
+FAMILIES_AND_LEVELS = [
+    pytest.param(family, level, marks=() if family == "llama" or level in ("te", "O3-split-8bit") else pytest.mark.matrix)
+    for family in MODELS
+    for level, row in LEVELS.items()
+    if row.engine == "octet"
+]
+"""llama at every level, and each family at two: wide states at te, codes at O3-split-8bit."""
+
+
+@pytest.mark.parametrize(("family", "level"), FAMILIES_AND_LEVELS)
 def test_one_rank_of_every_family_at_every_level(family: str, level: str) -> None:
     spec = job(MODELS[family], level)
     assert planned(spec).held == measured(spec)[0]
 
 
-@pytest.mark.parametrize("level", ["bf16-amp", "te", "O2", "O3-split-8bit"])
+@pytest.mark.parametrize(
+    "level", ["bf16-amp", "O3-split-8bit", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("te", "O2"))]
+)
 @pytest.mark.parametrize(("family", "preset"), [("llama", "llama-tiny"), ("swin", "swin-tiny")])
 def test_the_catalog_shows_what_a_rank_holds(family: str, preset: str, level: str) -> None:
     (shown,) = (known for entry in model_families() for known in entry.presets if known.name == preset)

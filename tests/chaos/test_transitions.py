@@ -59,11 +59,11 @@ def test_the_slices_hold_each_life_once() -> None:
 def test_each_slice_is_a_line_of_the_file_of_progress(tmp_path: Path) -> None:
     """A later run adds its lines to those of an earlier one."""
     progress = tmp_path / "lives.jsonl"
-    for seed in (11, 13):
-        for _ in live_in_processes(slices_of("sqlite", seed, 2 * LIFE, LIFE), 1, progress):
+    for seed, num_lives in ((11, 2), (13, 1)):
+        for _ in live_in_processes(slices_of("sqlite", seed, num_lives * LIFE, LIFE), 1, progress):
             pass
     lines = [json.loads(line) for line in progress.read_text().splitlines()]
-    assert sorted(line["seed"] for line in lines) == [11, 12, 13, 14]
+    assert sorted(line["seed"] for line in lines) == [11, 12, 13]
     assert all(sum(line["counts"].values()) == LIFE and line["broken"] is None for line in lines)
 
 

@@ -27,10 +27,14 @@ ON_TWO_RANKS = [
 ]
 """In `make test`: gradients averaged in fp32 (te) and in FP8, amax windows and split weights that ranks must agree on."""
 
-LATER = {"O1": pytest.mark.system, "O2, block": pytest.mark.system, "O2-8bit": pytest.mark.matrix, "O3": pytest.mark.matrix}
+LATER = {
+    **dict.fromkeys(("O1", "O2, block"), pytest.mark.system),
+    **dict.fromkeys(("O2-8bit", "O3", "O2", "bf16-amp"), pytest.mark.matrix),
+}
 ON_ONE_RANK = [pytest.param(name, marks=LATER.get(name, ())) for name in record.RUNS]
 """In `make test-system`: O1 and scales of blocks, which "O1, fp32 accumulation" and "O3, block, hybrid" show but for a part. In
-the matrix: the codecs of O2-8bit are those of O3-split-8bit, and the weights of O3 those of "O3, block, hybrid"."""
+the matrix: the codecs of O2-8bit are those of O3-split-8bit, the weights of O3 those of "O3, block, hybrid", the weights and
+states of O2 those of "O2, row", and fp16-amp casts as bf16-amp does."""
 
 ON_ANOTHER_MACHINE = 2e-2
 """Relative tolerance of a loss. If fp32 products differ in their last bits, FP8 codes flip, and 20 steps amplify that."""

@@ -29,7 +29,6 @@ pytestmark = [
 
 IN_EVERY_RUN = {
     Run("te", "accelerator", 1),
-    Run("O2", "accelerator", 1),
     Run("O3-split", "accelerator", 1),
     Run("O2, llama", "accelerator", 1),
     Run("O2, block", "accelerator", 1),

@@ -18,6 +18,7 @@ from octet.service.jobs.alerts import RULES
 from octet.service.settings import Settings
 from octet.service.telemetry.loops import WAITING_S
 from tests.observability.test_rules import ALERTS
+from tests.service.databases import ON_SQLITE
 from tests.service.world import Rank, World
 
 Document = dict[str, Any]
@@ -45,6 +46,7 @@ def fires_after(client: TestClient, world: World, name: str, seconds: float, **h
     return found
 
 
+@ON_SQLITE
 def test_nothing_fires_while_all_is_well(client: TestClient, world: World) -> None:
     _, rank = world.start(steps=100)
     rank.train(1, 2)
@@ -62,6 +64,7 @@ def test_no_leader(client: TestClient, world: World) -> None:
     assert firing(client) == {}
 
 
+@ON_SQLITE
 def test_a_service_that_nobody_ever_led_has_no_leader(client_without_leader: TestClient) -> None:
     assert firing(client_without_leader)["OctetNoLeader"]["since"] is None
 
@@ -73,6 +76,7 @@ def client_without_leader(settings: Settings, database: Any) -> Iterator[TestCli
         yield client
 
 
+@ON_SQLITE
 def test_a_loop_that_stalls(client: TestClient, world: World) -> None:
     world.dispatch()
     with world.database.read() as session:
@@ -87,6 +91,7 @@ def test_a_loop_that_stalls(client: TestClient, world: World) -> None:
     assert "watch makes no progress" in found["summary"]
 
 
+@ON_SQLITE
 def test_a_job_that_is_stuck_in_the_queue(client: TestClient, world: World) -> None:
     world.submit(workers=2)
     world.dispatch()
@@ -97,6 +102,7 @@ def test_a_job_that_is_stuck_in_the_queue(client: TestClient, world: World) -> N
     assert moment(found["since"]) == moment(client.get(f"/v1/jobs/{waits}").json()["created_at"])
 
 
+@ON_SQLITE
 def test_a_job_without_heartbeat(client: TestClient, world: World) -> None:
     """It is a warning: its lease decides, and its runbook asks nobody to do anything."""
     lost, rank = world.start(name="lost")
@@ -112,6 +118,7 @@ def test_a_job_without_heartbeat(client: TestClient, world: World) -> None:
     assert "OctetJobNoHeartbeat" not in firing(client)
 
 
+@ON_SQLITE
 def test_a_checkpoint_that_is_too_old(client: TestClient, world: World) -> None:
     """A checkpoint every 100 steps of half a second: after three times 50 s, five minutes and one."""
     training = world.spec.training.model_dump(mode="json") | {"steps": 10_000, "checkpoint_every": 100}
@@ -130,6 +137,7 @@ def test_a_checkpoint_that_is_too_old(client: TestClient, world: World) -> None:
     assert moment(found["since"]) == saved_at
 
 
+@ON_SQLITE
 def test_a_job_without_checkpoints_needs_none(client: TestClient, world: World) -> None:
     training = world.spec.training.model_dump(mode="json") | {"checkpoint_every": 0, "checkpoint_every_minutes": 0}
     _, rank = world.start(training=training)
@@ -144,6 +152,7 @@ def firing_after(client: TestClient, world: World, rank: Rank, seconds: float) -
     return firing(client).get("OctetCheckpointTooOld")
 
 
+@ON_SQLITE
 def test_two_leases_that_run_out_are_no_storm(client: TestClient, world: World) -> None:
     for _ in range(2):
         world.start()[1].train(1)
@@ -151,6 +160,7 @@ def test_two_leases_that_run_out_are_no_storm(client: TestClient, world: World) 
     assert "OctetLeaseStorm" not in firing(client)
 
 
+@ON_SQLITE
 def test_a_storm_of_leases(client: TestClient, world: World) -> None:
     """Overdue leases count until their attempts have ended, and ended attempts for ten minutes."""
     ranks = [world.start(pool=pool)[1] for pool in ("cpu", "cpu", "h100")]
@@ -195,6 +205,7 @@ def test_alerts_of_jobs_are_the_tenants_own(client: TestClient, world: World, tm
     assert seen == {"one": of_one, "two": of_two, "": of_one | {"OctetJobStuckInQueue": "waits-longest"}}
 
 
+@ON_SQLITE
 def test_no_more_are_listed_than_asked_for_and_critical_ones_come_first(client: TestClient, world: World) -> None:
     for _ in range(2):
         world.start()[1].train(1)
@@ -228,6 +239,7 @@ def test_an_alert_is_the_rule_for_prometheus(name: AlertName) -> None:
     assert re.search(THRESHOLDS[name], rule["expr"].strip()), rule["expr"]
 
 
+@ON_SQLITE
 def test_runbooks_are_links_where_the_operator_says_so(world: World, tmp_path: Path) -> None:
     page = "https://docs.example.com/octet/operations.html"
     settings = Settings(data_dir=tmp_path, runbooks_url=page)

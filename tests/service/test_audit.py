@@ -39,6 +39,7 @@ async def _drain(client: TestClient) -> None:
     client.app.state.audit.drain()
 
 
+@ON_SQLITE
 def test_a_change_is_recorded_with_who_what_where_and_how_it_ended(
     keyed: TestClient, world: World, spec_document: Document
 ) -> None:
@@ -110,6 +111,7 @@ def test_an_admin_reads_the_audit_of_its_tenant(keyed: TestClient) -> None:
     assert [record["id"] for page in pages for record in page] == [record["id"] for record in audit(keyed)]
 
 
+@ON_SQLITE
 def test_reports_of_ranks_leave_no_record(client: TestClient, world: World) -> None:
     _, rank = world.start()
     path = f"/internal/v1/attempts/{rank.order.attempt_id}/reports"
@@ -120,6 +122,7 @@ def test_reports_of_ranks_leave_no_record(client: TestClient, world: World) -> N
     assert audit(client) == []
 
 
+@ON_SQLITE
 def test_an_audit_that_cannot_be_written_is_logged(
     keyed: TestClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from octet.api_schemas import CheckpointReport
+from tests.service.databases import ON_SQLITE
 from tests.service.world import Rank, World, step
 
 CONTENT = {"tensors.safetensors": b"\x00\xff" * 70_000, "state.json": b"{}"}
@@ -44,6 +45,7 @@ def saved(world: World) -> Saved:
     return Saved(f"/v1/jobs/{job_id}/checkpoints/{report.name}/files", folder, rank)
 
 
+@ON_SQLITE
 def test_the_list_and_the_contents(client: TestClient, saved: Saved) -> None:
     page = client.get(saved.url).json()
     assert [file["path"] for file in page["data"]] == ["tensors.safetensors", "state.json", "manifest.json"]
@@ -55,12 +57,14 @@ def test_the_list_and_the_contents(client: TestClient, saved: Saved) -> None:
         assert hashlib.sha256(answer.content).hexdigest() == file["sha256"]
 
 
+@ON_SQLITE
 def test_a_checkpoint_has_its_id_as_another_name(client: TestClient, saved: Saved) -> None:
     job_url = saved.url.rpartition("/checkpoints/")[0]
     [checkpoint] = client.get(f"{job_url}/checkpoints").json()["data"]
     assert client.get(f"{job_url}/checkpoints/{checkpoint['id']}/files").json() == client.get(saved.url).json()
 
 
+@ON_SQLITE
 def test_nothing_else_is_sent(client: TestClient, saved: Saved) -> None:
     (saved.folder / "secret").write_text("not in the manifest")
     for path in (
@@ -79,6 +83,7 @@ def test_nothing_else_is_sent(client: TestClient, saved: Saved) -> None:
         assert answer.headers["content-type"] == "application/problem+json", path
 
 
+@ON_SQLITE
 def test_a_manifest_that_names_files_elsewhere_is_not_followed(client: TestClient, world: World) -> None:
     """Even one that a worker has registered."""
     job_id, rank = world.start()
@@ -97,6 +102,7 @@ def test_a_manifest_that_names_files_elsewhere_is_not_followed(client: TestClien
         assert client.get(f"{url}/{path}").status_code == 404
 
 
+@ON_SQLITE
 def test_files_that_this_server_cannot_read(client: TestClient, saved: Saved) -> None:
     """Remove the files: in a cluster, the API may not share the workers' folder."""
     shutil.rmtree(saved.folder)
@@ -106,6 +112,7 @@ def test_files_that_this_server_cannot_read(client: TestClient, saved: Saved) ->
     assert client.get(f"{saved.url}/state.json").status_code == 404
 
 
+@ON_SQLITE
 def test_a_manifest_that_is_not_the_registered_one(client: TestClient, saved: Saved) -> None:
     for content in (b"{}", b"\xff not JSON"):
         (saved.folder / "manifest.json").write_bytes(content)
@@ -114,6 +121,7 @@ def test_a_manifest_that_is_not_the_registered_one(client: TestClient, saved: Sa
         assert "does not have the registered SHA-256" in answer.json()["detail"]
 
 
+@ON_SQLITE
 def test_a_registered_manifest_of_another_form(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     rank.send(step(1))
@@ -126,12 +134,14 @@ def test_a_registered_manifest_of_another_form(client: TestClient, world: World)
         assert "is not of this version" in answer.json()["detail"]
 
 
+@ON_SQLITE
 def test_a_checkpoint_that_is_not_there(client: TestClient, saved: Saved) -> None:
     for name in ("step_0000000003", "ckpt_01kg9ys7g0zn9d2mqxrybeyjtc", "..", "%00", "é"):
         answer = client.get(saved.url.replace("step_0000000002", name))
         assert answer.status_code == 404, name
 
 
+@ON_SQLITE
 def test_a_checkpoint_of_another_job(client: TestClient, saved: Saved, world: World) -> None:
     other = world.submit()
     job_id = saved.url.split("/")[3]

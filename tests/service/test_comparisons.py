@@ -14,6 +14,7 @@ from octet.api_schemas.comparison_report import ComparisonDetails
 from octet.service.dispatcher import compare
 from octet.service.jobs import commands, comparisons
 from tests.kit.summaries import summary_of
+from tests.service.databases import ON_SQLITE
 from tests.service.invariants import check_invariants
 from tests.service.test_jobs_api import problem_of
 from tests.service.world import World, step
@@ -87,6 +88,7 @@ def run(
     raise AssertionError("the comparison does not end")
 
 
+@ON_SQLITE
 def test_a_comparison_finds_the_bad_arm_and_calls_the_twin_equal(client: TestClient, world: World, asked: Document) -> None:
     comparison = submit(client, asked)
     assert comparison.state is ComparisonState.RUNNING
@@ -106,6 +108,7 @@ def test_a_comparison_finds_the_bad_arm_and_calls_the_twin_equal(client: TestCli
     check_invariants(world)
 
 
+@ON_SQLITE
 def test_no_answer_is_certain_before_the_least_seeds(client: TestClient, world: World, asked: Document) -> None:
     comparison = submit(client, asked | {"seeds": 6, "least_seeds": 5})
     found = run(world, lambda: read(client, comparison.id))
@@ -113,6 +116,7 @@ def test_no_answer_is_certain_before_the_least_seeds(client: TestClient, world: 
     assert [len(arm.seeds) for arm in found.report.arms] == [5, 5, 5]
 
 
+@ON_SQLITE
 def test_children_are_ordinary_jobs_and_a_few_at_a_time(client: TestClient, world: World, asked: Document) -> None:
     comparison = submit(client, asked | {"at_once": 1})
     alive: list[int] = []
@@ -129,6 +133,7 @@ def test_children_are_ordinary_jobs_and_a_few_at_a_time(client: TestClient, worl
     assert by_seed["noise", "1"] == by_seed["fp32", "1"] | {"start_change": 1e-3}
 
 
+@ON_SQLITE
 @pytest.mark.parametrize("seed", range(3))
 def test_the_report_is_the_same_whatever_is_killed(
     client: TestClient, world: World, asked: Document, monkeypatch: pytest.MonkeyPatch, seed: int
@@ -175,6 +180,7 @@ def test_a_setting_that_is_too_wild_stops_before_any_arm(
     assert {child.arm for child in found.children} == {"fp32", "noise"}
 
 
+@ON_SQLITE
 def test_an_arm_that_diverges_and_one_that_fails(client: TestClient, world: World, asked: Document) -> None:
     reasons = {"O1": FailureReason.DATA_ERROR, "O2": FailureReason.DIVERGED}
     comparison = submit(client, asked)
@@ -199,6 +205,7 @@ def test_a_baseline_that_fails_ends_it(client: TestClient, world: World, asked: 
     assert set(states) <= {JobState.FAILED, JobState.CANCELLED, JobState.CANCELLING}
 
 
+@ON_SQLITE
 def test_deleted_children_break_nothing(client: TestClient, world: World, asked: Document) -> None:
     comparison = submit(client, asked | {"at_once": 4})
 
@@ -241,6 +248,7 @@ def test_pausing_resuming_and_cancelling_does_so_to_all(client: TestClient, worl
     check_invariants(world)
 
 
+@ON_SQLITE
 def test_the_same_key_gives_the_same_comparison(client: TestClient, asked: Document, spec_document: Document) -> None:
     first = submit(client, asked, "one")
     again = client.post("/v1/comparisons", json=dict(reversed(asked.items())), headers={"Idempotency-Key": "one"})
@@ -252,6 +260,7 @@ def test_the_same_key_gives_the_same_comparison(client: TestClient, asked: Docum
     assert [each.id for each in Page[Comparison].model_validate_json(client.get("/v1/comparisons").content).data] == [first.id]
 
 
+@ON_SQLITE
 def test_every_arm_is_checked_as_a_job(client: TestClient, world: World, asked: Document) -> None:
     def refused(**fields: Any) -> list[tuple[str, str]]:
         answer = problem_of(client.post("/v1/comparisons", json=asked | {"levels": [], **fields}), 422)
@@ -269,6 +278,7 @@ def test_every_arm_is_checked_as_a_job(client: TestClient, world: World, asked: 
     assert world.all_jobs() == []
 
 
+@ON_SQLITE
 def test_what_is_not_there(client: TestClient) -> None:
     assert problem_of(client.get("/v1/comparisons/cmp_1"), 404).detail == "there is no such comparison"
     missing = "cmp_" + "0" * 26
@@ -292,6 +302,7 @@ def test_a_comparison_is_deleted_once_it_is_over_and_its_jobs_stay(client: TestC
     check_invariants(world)
 
 
+@ON_SQLITE
 def test_an_arm_that_has_its_answer_trains_no_more(client: TestClient, world: World, asked: Document) -> None:
     comparison = submit(client, asked | {"at_once": 100})
     found = run(world, lambda: read(client, comparison.id), failures={"O2": FailureReason.DIVERGED})
@@ -328,6 +339,7 @@ def test_a_comparison_that_cannot_go_on_holds_up_no_other(
     assert [len(read(client, each).children) for each in (broken, sound)] == [0, 2]
 
 
+@ON_SQLITE
 def test_reports_are_made_once_for_their_outcomes(
     client: TestClient, world: World, asked: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,6 +387,7 @@ def test_a_child_that_is_retried_gives_its_new_outcome(client: TestClient, world
     check_invariants(world)
 
 
+@ON_SQLITE
 def test_a_retry_after_the_end_changes_no_report(client: TestClient, world: World, asked: Document) -> None:
     comparison = submit(client, asked)
     found = run(world, lambda: read(client, comparison.id), failures={"O2": FailureReason.DIVERGED})
@@ -403,6 +416,7 @@ def test_a_comparison_that_cannot_be_read_is_left_out_and_others_go_on(
     assert list(world.context.failed_comparisons) == [broken]
 
 
+@ON_SQLITE
 def test_a_comparison_ends_when_its_jobs_have_used_its_budget(client: TestClient, world: World, asked: Document) -> None:
     """Two children have a slot each, for five seconds: ten slot seconds."""
     within = submit(client, asked | {"budget_slot_hours": 10.5 / 3600, "at_once": 2})

@@ -38,6 +38,7 @@ def train(world: World, job_id: str, losses: list[float | None], attempt_id: str
         store.curves.add_parts(session, [pack_curve(job_id, attempt_id, [now] * len(part), part) for part in parts])
 
 
+@ON_SQLITE
 def test_a_short_curve_is_there_step_by_step(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     rank.train(1, 2, 3)
@@ -136,6 +137,7 @@ def test_buckets_hold_each_step_once(num_steps: int, points: int, after: int, wi
             assert least is None
 
 
+@ON_SQLITE
 def test_a_resumed_attempt_begins_its_part_again(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     rank.train(1, 2, 3, 4)
@@ -144,6 +146,7 @@ def test_a_resumed_attempt_begins_its_part_again(client: TestClient, world: Worl
     assert curve_of(client, job_id)["step"] == [1, 2]
 
 
+@ON_SQLITE
 def test_wrong_questions_are_refused(client: TestClient, world: World) -> None:
     job_id = world.submit()
     for query in ("?points=1", "?points=801", "?step_by=0", "?points=10001&step_by=1", "?after=-1", "?until=3"):
@@ -152,6 +155,7 @@ def test_wrong_questions_are_refused(client: TestClient, world: World) -> None:
     assert client.get(f"/v1/jobs/{job_id}/curve?points=10000&step_by=1").status_code == 200
 
 
+@ON_SQLITE
 def test_a_loss_that_is_not_finite_is_counted(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     lost = StepReport(step=2, loss=None, gradient_norm=None, learning_rate=0.1, tokens=1, step_time_s=0.1, data_wait_s=0.0)

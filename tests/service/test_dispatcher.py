@@ -25,6 +25,7 @@ from tests.service.databases import ON_SQLITE
 from tests.service.world import Rank, World
 
 
+@ON_SQLITE
 def test_a_job_goes_from_queued_to_succeeded_and_its_slot_is_free_again(world: World) -> None:
     job_id, rank = world.start()
     assert world.job(job_id).state is JobState.RUNNING
@@ -59,6 +60,7 @@ def test_the_order_carries_what_the_attempt_needs(world: World) -> None:
     assert order.token.encode() not in (world.attempts(job_id)[0].token_hash or b"")
 
 
+@ON_SQLITE
 def test_the_order_has_the_operators_trackers_beside_the_jobs(world: World) -> None:
     operators = TrackersSpec(mlflow=MlflowTracker(online=True))
     world.settings = world.settings.model_copy(update={"trackers": operators})
@@ -69,6 +71,7 @@ def test_the_order_has_the_operators_trackers_beside_the_jobs(world: World) -> N
     assert order.trackers == TrackersSpec(tensorboard=TensorBoardTracker(), mlflow=MlflowTracker(online=True))
 
 
+@ON_SQLITE
 def test_a_dead_rank_is_given_three_seconds_for_its_last_report(world: World) -> None:
     job_id, rank = world.start()
     world.launcher.exit(rank.ref, FailureReason.WORKER_LOST, "rank 0 was killed by SIGKILL")
@@ -82,6 +85,7 @@ def test_a_dead_rank_is_given_three_seconds_for_its_last_report(world: World) ->
     assert job.hint == FailureReason.WORKER_LOST.hint
 
 
+@ON_SQLITE
 def test_a_last_report_beats_the_exit_of_its_processes(world: World) -> None:
     job_id, rank = world.start()
     world.launcher.exit(rank.ref)
@@ -92,6 +96,7 @@ def test_a_last_report_beats_the_exit_of_its_processes(world: World) -> None:
     assert world.job(job_id).state is JobState.SUCCEEDED
 
 
+@ON_SQLITE
 def test_a_failure_with_retries_left_resumes_in_a_new_attempt(world: World) -> None:
     job_id, rank = world.start(max_failures=1)
     rank.train(1, 2)
@@ -142,6 +147,7 @@ def test_failures_of_the_platform_have_their_own_budget(world: World) -> None:
     assert (job.state, job.reason) == (JobState.FAILED, FailureReason.CLUSTER_LOST)
 
 
+@ON_SQLITE
 def test_a_lease_that_ran_out_fails_the_attempt_and_fences_it(world: World) -> None:
     job_id, rank = world.start()
     world.launcher.reachable = False
@@ -157,6 +163,7 @@ def test_a_lease_that_ran_out_fails_the_attempt_and_fences_it(world: World) -> N
         rank.train(1)
 
 
+@ON_SQLITE
 def test_a_report_in_the_grace_saves_the_attempt(world: World) -> None:
     job_id, rank = world.start()
     world.turn(world.settings.lease_s + 5)
@@ -166,6 +173,7 @@ def test_a_report_in_the_grace_saves_the_attempt(world: World) -> None:
     assert world.job(job_id).state is JobState.RUNNING
 
 
+@ON_SQLITE
 def test_after_a_long_absence_a_new_leader_lets_workers_report_first(world: World) -> None:
     """The control plane was away for an hour; a worker that finished meanwhile still has its last report to deliver."""
     job_id, rank = world.start()
@@ -181,6 +189,7 @@ def test_after_a_long_absence_a_new_leader_lets_workers_report_first(world: Worl
 TEN_YEARS_S = 10 * 365 * 86_400.0
 
 
+@ON_SQLITE
 def test_a_clock_that_is_set_forward_ends_no_attempt(world: World) -> None:
     """One trains, in steps of minutes, and one starts. Their ranks go on, and are heard as before."""
     trains, rank = world.start(name="trains")
@@ -206,6 +215,7 @@ def test_a_clock_that_is_set_forward_ends_no_attempt(world: World) -> None:
     assert [world.job(job_id).state for job_id in (trains, starts)] == 2 * [JobState.SUCCEEDED]
 
 
+@ON_SQLITE
 def test_deadlines_hold_after_a_clock_was_ahead(world: World) -> None:
     world.clock.turn(TEN_YEARS_S)
     world.renew()
@@ -218,6 +228,7 @@ def test_deadlines_hold_after_a_clock_was_ahead(world: World) -> None:
     assert world.attempts(job_id)[0].reason is FailureReason.START_TIMEOUT
 
 
+@ON_SQLITE
 def test_no_new_attempt_while_the_former_may_live(world: World) -> None:
     job_id, rank = world.start(max_failures=1)
     world.launcher.reachable = False
@@ -233,6 +244,7 @@ def test_no_new_attempt_while_the_former_may_live(world: World) -> None:
     assert rank.ref in world.launcher.stopped
 
 
+@ON_SQLITE
 def test_start_timeout_and_stall(world: World) -> None:
     slow = world.submit()
     world.dispatch()
@@ -259,6 +271,7 @@ def test_an_export_that_goes_on_is_no_stall(world: World) -> None:
     assert world.attempts(job_id)[0].reason is None
 
 
+@ON_SQLITE
 def test_cancelling_a_queued_job_is_immediate(world: World) -> None:
     job_id = world.submit()
     world.cancel(job_id)
@@ -267,6 +280,7 @@ def test_cancelling_a_queued_job_is_immediate(world: World) -> None:
     assert world.launcher.started == []
 
 
+@ON_SQLITE
 def test_a_running_job_hears_of_its_cancellation_and_stops(world: World) -> None:
     job_id, rank = world.start()
     world.cancel(job_id)
@@ -278,6 +292,7 @@ def test_a_running_job_hears_of_its_cancellation_and_stops(world: World) -> None
     assert world.launcher.orders == {}
 
 
+@ON_SQLITE
 def test_a_job_whose_rank_fails_while_it_stops_is_cancelled(world: World) -> None:
     job_id, rank = world.start()
     world.cancel(job_id)
@@ -286,6 +301,7 @@ def test_a_job_whose_rank_fails_while_it_stops_is_cancelled(world: World) -> Non
     assert world.job(job_id).reason is None
 
 
+@ON_SQLITE
 def test_a_job_that_does_not_stop_is_ended_after_the_grace(world: World) -> None:
     job_id, rank = world.start()
     world.cancel(job_id, saves=False)
@@ -299,6 +315,7 @@ def test_a_job_that_does_not_stop_is_ended_after_the_grace(world: World) -> None
     assert world.launcher.stopped == [rank.ref]
 
 
+@ON_SQLITE
 def test_cancel_before_the_workers_are_up_needs_no_grace(world: World) -> None:
     job_id = world.submit()
     world.dispatch()
@@ -309,6 +326,7 @@ def test_cancel_before_the_workers_are_up_needs_no_grace(world: World) -> None:
     assert world.launcher.orders == {}
 
 
+@ON_SQLITE
 def test_a_job_that_succeeds_while_it_is_cancelled_has_succeeded(world: World) -> None:
     job_id, rank = world.start()
     world.cancel(job_id)
@@ -336,6 +354,7 @@ def test_a_users_own_model_is_not_launched_where_the_pool_does_not_allow_it_any_
     assert world.launcher.started == []
 
 
+@ON_SQLITE
 def test_a_launch_that_may_succeed_later_is_repeated_with_the_same_attempt(world: World) -> None:
     world.launcher.refuse_launches = LauncherError("busy", retryable=True)
     job_id = world.submit()
@@ -349,6 +368,7 @@ def test_a_launch_that_may_succeed_later_is_repeated_with_the_same_attempt(world
     assert world.job(job_id).num_attempts == 1
 
 
+@ON_SQLITE
 def test_a_launch_that_never_succeeds_has_a_deadline(world: World) -> None:
     world.launcher.refuse_launches = LauncherError("busy", retryable=True)
     job_id = world.submit()
@@ -358,6 +378,7 @@ def test_a_launch_that_never_succeeds_has_a_deadline(world: World) -> None:
     assert world.attempts(job_id)[0].reason is FailureReason.LAUNCH_FAILED
 
 
+@ON_SQLITE
 def test_a_lost_cluster_is_told_apart_from_a_lost_worker(world: World) -> None:
     job_id, _ = world.start()
     world.launcher.lose_everything()
@@ -392,6 +413,7 @@ def test_an_outage_is_told_once_and_how_long_it_was(world: World, caplog: pytest
     assert told == [away, "the cluster answers again, after 30.0 s"] * 2
 
 
+@ON_SQLITE
 def test_orphans_are_ended(world: World) -> None:
     job_id, rank = world.start()
     stranger = rank.order.model_copy(update={"attempt_id": "att_0123456789abcdefghjkmnpqrs"})
@@ -465,6 +487,7 @@ def test_the_ranks_get_the_data_roots(world: World) -> None:
     assert order.files.stores == order.stores
 
 
+@ON_SQLITE
 def test_loops_lock_several_jobs_in_the_order_of_their_ids(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison that is cancelled locks its jobs so: in another order, PostgreSQL would end one of the two transactions."""
     first, second = world.submit(priority=40), world.submit(priority=60)

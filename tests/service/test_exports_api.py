@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 
 from octet.api_schemas import CheckpointReport, ExportReport, ExportSpec, FailureReason, FinishedReport
 from tests.kit.summaries import summary_of
+from tests.service.databases import ON_SQLITE
 from tests.service.world import World, step
 
 CONTENT = {"model.safetensors": b"\x00\xff" * 70_000, "config.json": b"{}", "README.md": b"# Trained"}
@@ -44,6 +45,7 @@ def events_of(client: TestClient, job_id: str) -> list[dict[str, Any]]:
     return [event for event in events if event["type"] == "job.exported"]
 
 
+@ON_SQLITE
 def test_an_export_is_listed_with_its_card_and_sent(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     report = write_export(world, job_id)
@@ -71,6 +73,7 @@ def test_an_export_is_listed_with_its_card_and_sent(client: TestClient, world: W
             assert member.read() == expected
 
 
+@ON_SQLITE
 def test_an_export_that_is_reported_again_is_one(client: TestClient, world: World) -> None:
     """A retried attempt finds what one before it wrote, and reports it; another content takes its place."""
     job_id, rank = world.start()
@@ -84,6 +87,7 @@ def test_an_export_that_is_reported_again_is_one(client: TestClient, world: Worl
     assert len(events_of(client, job_id)) == 2
 
 
+@ON_SQLITE
 def test_pages_of_exports(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     rank.send(step(1), step(2), step(3), *(write_export(world, job_id, number) for number in (2, 3)))
@@ -94,6 +98,7 @@ def test_pages_of_exports(client: TestClient, world: World) -> None:
     assert client.get(f"/v1/jobs/{job_id}/exports?after=exp_x").status_code == 404
 
 
+@ON_SQLITE
 def test_nothing_else_is_sent(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     report = write_export(world, job_id)
@@ -113,6 +118,7 @@ def test_nothing_else_is_sent(client: TestClient, world: World) -> None:
     assert "does not share the workers' data folder" in client.get(f"{base}/{report.name}/archive").json()["detail"]
 
 
+@ON_SQLITE
 @pytest.mark.parametrize(
     "changes", [{"name": "../step_0000000002_fp8"}, {"name": "step_0000000002_fp8/x"}, {"mismatch": {"num_tokens": 0}}], ids=str
 )
@@ -146,6 +152,7 @@ def test_files_of_a_deleted_job_go(client: TestClient, world: World) -> None:
     assert not world.settings.job_dir(job_id).exists()
 
 
+@ON_SQLITE
 def test_a_job_that_succeeded_is_exported_later(client: TestClient, world: World) -> None:
     """Its ranks go on from the last checkpoint; the spec has the export that was asked for."""
     job_id, rank = world.start()
@@ -223,6 +230,7 @@ def test_a_job_that_goes_on_after_an_export_can_fail(client: TestClient, world: 
     assert client.get(f"/v1/jobs/{job_id}").json()["state"] == "failed"
 
 
+@ON_SQLITE
 def test_a_job_without_its_last_checkpoint_cannot_be_exported(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     rank.train(1, 2, 3, 4)

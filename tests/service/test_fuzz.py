@@ -6,33 +6,21 @@ the subject of later ones. So at most a tenth of the answers may be 404.
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import schemathesis
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_headers_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
 from tests.service.test_checkpoint_files import write_checkpoint
 from tests.service.test_exports_api import write_export
 from tests.service.world import Rank, World, step
 
+if TYPE_CHECKING:
+    import schemathesis
+
 URL = "http://127.0.0.1:8000"
-CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_headers_conformance,
-    response_schema_conformance,
-]
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
 
 
@@ -50,7 +38,7 @@ class Known:
     paths: list[dict[str, str]]
     answers: Counter[int] = field(default_factory=Counter)
 
-    def put_into(self, case: schemathesis.Case, place: int) -> None:
+    def put_into(self, case: "schemathesis.Case", place: int) -> None:
         """Replace the generated ids by those of something that exists. place: any number, chooses what."""
         if "attempt_id" in case.path_parameters:
             case.path_parameters["attempt_id"] = self.rank.order.attempt_id
@@ -61,7 +49,7 @@ class Known:
         if candidates:
             case.path_parameters |= {name: candidates[place % len(candidates)][name] for name in case.path_parameters}
 
-    def note(self, response: Any, case: schemathesis.Case) -> None:
+    def note(self, response: Any, case: "schemathesis.Case") -> None:
         """Count the answer, and remember a job that was made."""
         self.answers[response.status_code] += 1
         if response.status_code == 201 and case.operation.path == "/v1/jobs":
@@ -100,6 +88,8 @@ def known(client: TestClient, world: World) -> Known:
 @pytest.mark.system
 @pytest.mark.parametrize("num_examples", [5, pytest.param(50, marks=pytest.mark.matrix)])
 def test_generated_requests_are_answered_as_documented(client: TestClient, known: Known, num_examples: int) -> None:
+    import schemathesis
+
     schema = schemathesis.openapi.from_asgi("/openapi.json", client.app, headers={"Host": "127.0.0.1"})
     operations = [result.ok() for result in schema.get_all_operations()]
     operations.sort(key=lambda operation: operation.method == "delete")  # what is deleted is asked no more
@@ -114,12 +104,23 @@ def test_generated_requests_are_answered_as_documented(client: TestClient, known
 
 def fuzz(operation: Any, known: Known, num_examples: int) -> None:
     """Send generated requests to one operation, and check each answer."""
+    import schemathesis
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks as of_document
+
+    checks = [
+        not_a_server_error,
+        of_document.status_code_conformance,
+        of_document.content_type_conformance,
+        of_document.response_headers_conformance,
+        of_document.response_schema_conformance,
+    ]
     modes = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
     cases = st.one_of([operation.as_strategy(generation_mode=mode) for mode in modes])
 
     @settings(max_examples=num_examples, deadline=None, database=None, suppress_health_check=QUIET)
     @given(case=cases, place=st.integers(0, UNKNOWN_ID), is_whole=st.booleans())
-    def answer(case: schemathesis.Case, place: int, is_whole: bool) -> None:
+    def answer(case: Any, place: int, is_whole: bool) -> None:
         if place != UNKNOWN_ID and case.path_parameters:
             known.put_into(case, place)
         if is_whole and operation.path in {"/v1/jobs", "/v1/jobs/validate"} and operation.method == "post":
@@ -128,6 +129,6 @@ def fuzz(operation: Any, known: Known, num_examples: int) -> None:
         case.headers.pop("Accept", None)  # a stream of a job that runs has no end
         response = case.call(base_url=URL)
         known.note(response, case)
-        case.validate_response(response, checks=CHECKS)
+        case.validate_response(response, checks=checks)
 
     answer()

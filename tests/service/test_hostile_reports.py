@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from tests.service.databases import ON_SQLITE
 from tests.service.world import Rank, World
 
 NOW = "2026-11-23T00:00:00Z"
@@ -67,7 +68,23 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("bodies", HOSTILE.values(), ids=HOSTILE.keys())
+STORED = ("numbers at their ends", "a large integer", "half a surrogate pair", "control characters")
+"""Values that a database stores or refuses in its own way. All else is refused or read before."""
+CASES = [
+    *(pytest.param(bodies, "sqlite", id=f"{name}-sqlite") for name, bodies in HOSTILE.items()),
+    *(
+        pytest.param(
+            bodies,
+            "postgres",
+            id=f"{name}-postgres",
+            marks=(pytest.mark.postgres, *([] if name in STORED else [pytest.mark.matrix])),
+        )
+        for name, bodies in HOSTILE.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("bodies", "database_url"), CASES, indirect=["database_url"])
 def test_all_can_be_read_whatever_a_rank_reports(client: TestClient, world: World, bodies: list[str]) -> None:
     job_id, rank = world.start()
     assert post(client, rank, bodies) in {200, 400, 422}
@@ -76,6 +93,7 @@ def test_all_can_be_read_whatever_a_rank_reports(client: TestClient, world: Worl
     assert_all_is_read(client, job_id)
 
 
+@ON_SQLITE
 @pytest.mark.parametrize("at", ["9999-12-31T23:59:59.999999Z", "0001-01-01T00:00:00Z", "1969-12-31T23:59:59Z"])
 def test_moments_far_away_can_be_read(client: TestClient, world: World, at: str) -> None:
     job_id = world.submit()
@@ -93,6 +111,7 @@ def test_moments_far_away_can_be_read(client: TestClient, world: World, at: str)
     assert all(0 <= seconds < 60 for seconds in phases(client)), "no report changes what was measured by more than it took"
 
 
+@ON_SQLITE
 @pytest.mark.parametrize("epoch", ["0", "-1", DIGITS, "1e400", str(2**70), "null"])
 def test_an_epoch_that_cannot_be_is_refused(client: TestClient, world: World, epoch: str) -> None:
     _, rank = world.start()

@@ -72,6 +72,7 @@ def served(tmp_path: Path, database_url: str, spec_document: dict[str, Any]) -> 
             yield given
 
 
+@ON_SQLITE
 def test_heartbeats_and_steps_are_counted_as_one_route(served: Served) -> None:
     for bodies in ((), (step(1), step(2)), (), (step(3),)):
         status, reply = served.send(served.body(*bodies))
@@ -116,6 +117,7 @@ def test_a_refusal_is_a_problem_document(served: Served, name: str) -> None:
     assert (answered, problem["code"], problem["instance"]) == (status, code, served.path)
 
 
+@ON_SQLITE
 def test_a_field_that_is_wrong_is_named(served: Served) -> None:
     body = json.loads(served.body(step(1)))
     body["reports"][0]["body"]["tokens"] = -1
@@ -124,6 +126,7 @@ def test_a_field_that_is_wrong_is_named(served: Served) -> None:
     assert [(each["field"], each["got"]) for each in problem["errors"]] == [("reports.0.body.step.tokens", "-1")]
 
 
+@ON_SQLITE
 def test_a_large_batch_of_a_known_rank_is_read(served: Served) -> None:
     body = served.body(*[step(number) for number in range(1, 1001)])
     assert len(body) > MAX_STRANGER_BYTES
@@ -131,6 +134,7 @@ def test_a_large_batch_of_a_known_rank_is_read(served: Served) -> None:
     assert curve(served.world, served.rank.order.job_id) == list(range(1, 1001))
 
 
+@ON_SQLITE
 def test_a_body_may_come_in_pieces(served: Served) -> None:
     request = served.raw(served.body(step(1)))
     sock = served.connection.sock
@@ -140,6 +144,7 @@ def test_a_body_may_come_in_pieces(served: Served) -> None:
     assert curve(served.world, served.rank.order.job_id) == [1]
 
 
+@ON_SQLITE
 def test_a_body_that_does_not_come_has_a_deadline(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     protocol = served.server.config.http_protocol_class
     assert issubclass(protocol, LimitedProtocol)
@@ -150,6 +155,7 @@ def test_a_body_that_does_not_come_has_a_deadline(served: Served, monkeypatch: p
     assert sock.recv(65_536) == b""
 
 
+@ON_SQLITE
 def test_requests_on_one_connection_are_answered_in_order(served: Served) -> None:
     first, last = served.body(step(1)), served.body(step(2))
     health = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -163,6 +169,7 @@ def test_requests_on_one_connection_are_answered_in_order(served: Served) -> Non
     assert -1 not in marks
 
 
+@ON_SQLITE
 def test_a_server_that_stops_answers_what_it_took(served: Served) -> None:
     body = served.body(step(1))
     with served.world.database.write() as session:  # the report waits for its turn to write
@@ -181,12 +188,14 @@ def connections(served: Served) -> list[Any]:
     return list(served.server.server_state.connections)
 
 
+@ON_SQLITE
 def test_a_heartbeat_of_a_known_rank_takes_two_statements(served: Served) -> None:
     with counted(served.world) as counts:
         assert served.send(served.body())[0] == 200
     assert counts == {"statements": 2 + (not served.world.database.is_sqlite), "commits": 1}
 
 
+@ON_SQLITE
 def test_the_application_is_complete_without_fastapi(world: World) -> None:
     """Behind its limits alone, as on a listener of its own, it gives the same answers."""
     _, rank = world.start()

@@ -9,9 +9,11 @@ from fastapi.testclient import TestClient
 
 from octet.api_schemas import Job, JobSpec, Page
 from octet.service.jobs import views
+from tests.service.databases import ON_SQLITE
 from tests.service.world import World, step
 
 
+@ON_SQLITE
 def test_jobs_are_rendered_as_pydantic_renders_them(client: TestClient, world: World) -> None:
     running_id, rank = world.start(labels={"a": 'a "quoted" ü'})
     rank.send(step(1), step(2))
@@ -25,6 +27,7 @@ def test_jobs_are_rendered_as_pydantic_renders_them(client: TestClient, world: W
     assert [job["id"] for job in client.get("/v1/jobs").json()["data"]] == ids
 
 
+@ON_SQLITE
 def test_a_spec_is_parsed_once_for_each_text(world: World, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(views, "_parsed", lru_cache(maxsize=8)(views._parsed.__wrapped__))
     parsed = []
@@ -39,6 +42,7 @@ def test_a_spec_is_parsed_once_for_each_text(world: World, client: TestClient, m
     assert len(parsed) == 3
 
 
+@ON_SQLITE
 def test_what_is_not_checked_again_is_what_the_contract_renders(world: World, client: TestClient) -> None:
     def read(job_id: str) -> str:
         text = client.get(f"/v1/jobs/{job_id}").text
@@ -60,6 +64,7 @@ def test_what_is_not_checked_again_is_what_the_contract_renders(world: World, cl
     assert len(set(shown)) == 5
 
 
+@ON_SQLITE
 def test_every_route_shows_a_job_in_the_same_bytes(client: TestClient, spec_document: dict[str, Any]) -> None:
     spec_document["training"]["optimizer"] = {"name": "adamw", "learning_rate": 1.5e-7}
     spec_document["labels"] = {"a": 'a "quoted" ü'}

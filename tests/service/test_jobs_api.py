@@ -13,6 +13,7 @@ from octet.service import store
 from octet.service.app import create_app
 from octet.service.db.tables import IdempotencyKeyRow, JobRow
 from octet.service.settings import Settings
+from tests.service.databases import ON_SQLITE
 from tests.service.world import World
 
 Document = dict[str, Any]
@@ -27,6 +28,7 @@ def problem_of(response: Any, status: int) -> Problem:
     return problem
 
 
+@ON_SQLITE
 def test_submit_stores_the_job_and_says_where(client: TestClient, world: World, spec_document: Document) -> None:
     response = client.post("/v1/jobs", json=spec_document)
     assert response.status_code == 201
@@ -39,6 +41,7 @@ def test_submit_stores_the_job_and_says_where(client: TestClient, world: World, 
     assert world.events(job.id)[0].type == "job.accepted"
 
 
+@ON_SQLITE
 def test_the_same_key_and_body_give_the_same_job(client: TestClient, world: World, spec_document: Document) -> None:
     headers = {"Idempotency-Key": "one"}
     first = client.post("/v1/jobs", json=spec_document, headers=headers)
@@ -50,6 +53,7 @@ def test_the_same_key_and_body_give_the_same_job(client: TestClient, world: Worl
     assert len(world.all_jobs()) == 1
 
 
+@ON_SQLITE
 def test_the_same_key_for_another_body_is_refused(client: TestClient, spec_document: Document) -> None:
     headers = {"Idempotency-Key": "one"}
     client.post("/v1/jobs", json=spec_document, headers=headers)
@@ -57,6 +61,7 @@ def test_the_same_key_for_another_body_is_refused(client: TestClient, spec_docum
     assert problem.code is ErrorCode.IDEMPOTENCY_MISMATCH
 
 
+@ON_SQLITE
 def test_what_was_sent_is_compared_and_not_the_order_of_its_keys(client: TestClient, spec_document: Document) -> None:
     headers = {"Idempotency-Key": "one"}
     first = client.post("/v1/jobs", json=spec_document, headers=headers)
@@ -83,6 +88,7 @@ def test_a_retry_after_an_upgrade_is_a_replay(client: TestClient, world: World, 
     problem_of(client.post("/v1/jobs", json=spec_document | {"priority": 1}, headers=headers), 422)
 
 
+@ON_SQLITE
 def test_a_key_is_forgotten_after_a_day(client: TestClient, world: World, spec_document: Document) -> None:
     headers = {"Idempotency-Key": "one"}
     client.post("/v1/jobs", json=spec_document, headers=headers)
@@ -90,6 +96,7 @@ def test_a_key_is_forgotten_after_a_day(client: TestClient, world: World, spec_d
     assert client.post("/v1/jobs", json=spec_document | {"priority": 1}, headers=headers).status_code == 201
 
 
+@ON_SQLITE
 def test_a_replay_needs_no_data_any_more(client: TestClient, spec_document: Document, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("short_lived")
     for number in range(2):
@@ -101,6 +108,7 @@ def test_a_replay_needs_no_data_any_more(client: TestClient, spec_document: Docu
     assert again.json()["id"] == first.json()["id"]
 
 
+@ON_SQLITE
 def test_requests_with_one_key_at_once_make_one_job(client: TestClient, world: World, spec_document: Document) -> None:
     with ThreadPoolExecutor(8) as threads:
         answers = list(
@@ -112,11 +120,13 @@ def test_requests_with_one_key_at_once_make_one_job(client: TestClient, world: W
     assert len(world.all_jobs()) == 1
 
 
+@ON_SQLITE
 def test_a_key_that_cannot_be_is_refused(client: TestClient, spec_document: Document) -> None:
     for key in ("", " ", "a b", "x" * 256):
         problem_of(client.post("/v1/jobs", json=spec_document, headers={"Idempotency-Key": key}), 422)
 
 
+@ON_SQLITE
 def test_validate_says_what_the_job_would_run_as_and_stores_nothing(
     client: TestClient, world: World, spec_document: Document
 ) -> None:
@@ -144,6 +154,7 @@ BAD_SPECS: list[tuple[Document, str, str]] = [
 ]
 
 
+@ON_SQLITE
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/jobs/validate"])
 def test_a_bad_spec_is_refused_with_what_to_change(
     client: TestClient, world: World, spec_document: Document, path: str
@@ -157,12 +168,14 @@ def test_a_bad_spec_is_refused_with_what_to_change(
         assert world.all_jobs() == []
 
 
+@ON_SQLITE
 def test_a_label_of_another_form_is_refused_in_words(client: TestClient) -> None:
     problem = problem_of(client.get("/v1/jobs", params={"label": "team"}), 422)
     assert problem.errors[0].allowed is not None
     assert problem.errors[0].allowed.startswith("key:value, such as team:research")
 
 
+@ON_SQLITE
 def test_countless_mistakes_are_answered_briefly(client: TestClient, spec_document: Document) -> None:
     mistakes = {f"k{number}": 1 for number in range(900)}
     problem = problem_of(client.post("/v1/jobs", json=spec_document | mistakes), 422)
@@ -173,6 +186,7 @@ def test_countless_mistakes_are_answered_briefly(client: TestClient, spec_docume
     assert "(999 more, 99 of them in errors)" in problem.detail
 
 
+@ON_SQLITE
 def test_what_the_parser_of_json_refuses_is_told(client: TestClient) -> None:
     headers = {"Content-Type": "application/json"}
     for body, reason in ((b"[" * 60_000, "recursion"), (b"9" * 5000, "number out of range")):
@@ -191,6 +205,7 @@ NOT_JSON = [
 ]
 
 
+@ON_SQLITE
 def test_what_is_not_json_is_refused(client: TestClient) -> None:
     for body, content_type in NOT_JSON:
         response = client.post("/v1/jobs", content=body, headers={"Content-Type": content_type})
@@ -198,6 +213,7 @@ def test_what_is_not_json_is_refused(client: TestClient) -> None:
         problem_of(response, response.status_code)
 
 
+@ON_SQLITE
 def test_a_body_that_is_too_large_is_refused_however_it_comes(client: TestClient) -> None:
     headers = {"Content-Type": "application/json"}
     for content in (b" " * 65_537, iter([b" " * 40_000] * 2)):
@@ -205,6 +221,7 @@ def test_a_body_that_is_too_large_is_refused_however_it_comes(client: TestClient
         assert problem.code is ErrorCode.PAYLOAD_TOO_LARGE
 
 
+@ON_SQLITE
 def test_many_values_are_refused_before_they_are_checked(
     client: TestClient, spec_document: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,24 +287,28 @@ BAD_QUERIES = [
 ]
 
 
+@ON_SQLITE
 def test_a_bad_query_is_refused(client: TestClient) -> None:
     for query, field in BAD_QUERIES:
         problem = problem_of(client.get(f"/v1/jobs?{query}"), 422)
         assert [error.field for error in problem.errors] == [field], query
 
 
+@ON_SQLITE
 def test_no_route_takes_unknown_parameters(client: TestClient, world: World) -> None:
     job_id = world.submit()
     for path in ("/healthz", "/v1/levels", f"/v1/jobs/{job_id}", f"/v1/jobs/{job_id}/events", "/metrics"):
         assert problem_of(client.get(f"{path}?verbose=1"), 422).errors[0].field == "verbose"
 
 
+@ON_SQLITE
 def test_a_job_that_is_not_there(client: TestClient) -> None:
     for part in ("", "/events", "/logs", "/metrics", "/checkpoints", "/attempts"):
         for job_id in ("job_01kg9ys7g0zn9d2mqxrybeyjtc", "job_x", "..%2f..%2fetc", "job_%00", "é" * 30):
             assert problem_of(client.get(f"/v1/jobs/{job_id}{part}"), 404).code is ErrorCode.NOT_FOUND, job_id + part
 
 
+@ON_SQLITE
 def test_cancel_is_idempotent_until_the_job_is_over(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     for _ in range(2):
@@ -302,6 +323,7 @@ def test_cancel_is_idempotent_until_the_job_is_over(client: TestClient, world: W
     problem_of(client.post("/v1/jobs/job_01kg9ys7g0zn9d2mqxrybeyjtc/cancel"), 404)
 
 
+@ON_SQLITE
 def test_pause_and_resume_are_idempotent_and_refused_once_the_job_is_over(client: TestClient, world: World) -> None:
     job_id = world.submit()
     for command, state, desired in (("pause", "paused", "pause"), ("resume", "queued", "run")):
@@ -316,6 +338,7 @@ def test_pause_and_resume_are_idempotent_and_refused_once_the_job_is_over(client
         problem_of(client.post(f"/v1/jobs/job_01kg9ys7g0zn9d2mqxrybeyjtc/{command}"), 404)
 
 
+@ON_SQLITE
 def test_a_waiting_job_says_why(client: TestClient, world: World) -> None:
     world.submit(workers=2)
     world.dispatch()
@@ -323,6 +346,7 @@ def test_a_waiting_job_says_why(client: TestClient, world: World) -> None:
     assert waiting == {"position": 1, "why": "needs 1 slot of pool 'cpu'; 0 of 2 are free"}
 
 
+@ON_SQLITE
 def test_far_back_in_the_queue_only_the_number_is_told(client: TestClient, world: World, monkeypatch: Any) -> None:
     monkeypatch.setattr(store.queue, "HEAD_OF_QUEUE", 2)
     for _ in range(3):
@@ -333,6 +357,7 @@ def test_far_back_in_the_queue_only_the_number_is_told(client: TestClient, world
     assert client.get(f"/v1/jobs/{urgent}").json()["queue"]["position"] == 1
 
 
+@ON_SQLITE
 def test_progress_is_what_was_last_reported(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     rank.train(1, 2)
@@ -342,6 +367,7 @@ def test_progress_is_what_was_last_reported(client: TestClient, world: World) ->
     assert progress["remaining_s"] == 1.0
 
 
+@ON_SQLITE
 def test_the_resolved_recipe_is_shown(client: TestClient, spec_document: Document) -> None:
     """The recipe that follows from an Accelerate user's options, or from a level alone."""
     delayed = {"fp8_config": {"backend": "TE", "amax_history_len": 8, "fp8_format": "E4M3"}}
@@ -356,6 +382,7 @@ def test_the_resolved_recipe_is_shown(client: TestClient, spec_document: Documen
             assert recipe is None if expected is None else expected.items() <= recipe.items()
 
 
+@ON_SQLITE
 def test_the_keys_of_two_tenants_are_apart(
     world: World, openapi_document: Document, spec_document: Document, tmp_path: Any
 ) -> None:
@@ -377,6 +404,7 @@ def test_the_keys_of_two_tenants_are_apart(
         assert first.json()["id"] not in problem_of(submit("two", spec_document | {"priority": 1}), 422).detail
 
 
+@ON_SQLITE
 def test_only_a_job_that_can_start_wakes_the_dispatcher(
     world: World, openapi_document: Document, spec_document: Document
 ) -> None:

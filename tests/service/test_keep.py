@@ -8,6 +8,7 @@ import pytest
 from octet.api_schemas import CheckpointReport, EvaluationReport
 from octet.api_schemas.training import KeepSpec
 from octet.service import store
+from tests.service.databases import ON_SQLITE
 from tests.service.world import Rank, World, step
 
 
@@ -46,6 +47,7 @@ def registered(world: World, job_id: str) -> list[int]:
         return [row.step for row in store.records.checkpoints_after(session, job_id, 0, 100)]
 
 
+@ON_SQLITE
 def test_a_new_checkpoint_removes_what_the_job_does_not_keep(world: World) -> None:
     job_id, rank = world.start(steps=8)
     for number in range(1, 7):
@@ -72,6 +74,7 @@ def test_files_that_are_not_reported_yet_or_written_again_stay(world: World) -> 
     assert registered(world, job_id) == [1, 3, 4, 5]
 
 
+@ON_SQLITE
 def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other_job_from_losing_its_own(world: World) -> None:
     jobs = {}
     for place in range(2):
@@ -94,6 +97,7 @@ def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other_job_from_losing_its_
     assert on_disk(world, jobs[1][0]) == [1, 4, 5, 6]
 
 
+@ON_SQLITE
 def test_a_job_from_before_the_field_keeps_all(world: World) -> None:
     job_id, rank = world.start(steps=8)
     with world.database.write() as session:

@@ -132,6 +132,7 @@ def test_a_key_ends_when_it_expires_and_a_rotated_one_after_its_overlap(keyed: T
     assert (again.status_code, again.json()["code"]) == (409, "illegal_transition")
 
 
+@ON_SQLITE
 def test_the_last_use_is_written_once_a_minute(keyed: TestClient, world: World) -> None:
     key = make(keyed)
 
@@ -167,6 +168,7 @@ def test_a_key_that_another_process_revokes_is_refused_within_a_second(world: Wo
             assert other.request(method, "/v1/jobs", headers=bearer(key)).status_code == 401
 
 
+@ON_SQLITE
 def test_a_remembered_key_needs_no_query(keyed: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     key, authentication = make(keyed), keyed.app.state.context.authentication
     authentication._clock_s = lambda: 0.0

@@ -22,6 +22,7 @@ def at_level(level: str) -> dict[str, Any]:
     return {"precision": {"level": level}}
 
 
+@ON_SQLITE
 def test_a_job_that_trains_saves_a_checkpoint_and_goes_on_at_the_new_level(world: World) -> None:
     job_id, rank = world.start(**at_level("O3-split"))
     assert rank.train(1).desired is DesiredState.RUN
@@ -63,6 +64,7 @@ def test_an_attempt_that_was_never_launched_ends_at_once(world: World) -> None:
     assert world.rank_of(job_id).order.spec.precision.level == "te"
 
 
+@ON_SQLITE
 def test_a_level_that_the_job_cannot_have_is_refused_and_changes_nothing(world: World) -> None:
     job_id = world.submit(precision={"level": "O2", "recipe": {"granularity": "row"}})
     with pytest.raises(InvalidRequest, match="recipe"):
@@ -112,6 +114,7 @@ def test_a_job_climbs_its_ladder_when_the_loss_is_off(world: World, reason: Fail
     check_invariants(world)
 
 
+@ON_SQLITE
 def test_a_rung_without_fp8_has_no_limits_of_fp8(world: World) -> None:
     demotion = {"patience": 1, "max_layers": 0.5}
     job_id, rank = world.start(precision=LADDER | {"demotion": demotion})
@@ -125,11 +128,13 @@ def test_a_rung_without_fp8_has_no_limits_of_fp8(world: World) -> None:
         rank.begin(0)
 
 
+@ON_SQLITE
 def test_another_failure_climbs_nothing(world: World) -> None:
     job_id = fail(world, precision=LADDER)
     assert world.job(job_id).spec.precision.level == "O3-split"
 
 
+@ON_SQLITE
 def test_a_job_that_is_being_paused_climbs_and_waits(world: World) -> None:
     job_id, rank = world.start(precision=LADDER)
     world.pause(job_id)

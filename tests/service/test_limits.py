@@ -4,6 +4,7 @@ import pytest
 
 from octet.api_schemas import DesiredState, JobState
 from octet.service.errors import IllegalTransition
+from tests.service.databases import ON_SQLITE
 from tests.service.invariants import check_invariants
 from tests.service.test_pause import last_event, stop_at
 from tests.service.world import Rank, World
@@ -49,6 +50,7 @@ def test_a_job_stops_after_a_checkpoint_and_goes_on_with_a_higher_limit(world: W
     check_invariants(world)
 
 
+@ON_SQLITE
 def test_attempts_add_up_and_waiting_costs_nothing(world: World) -> None:
     job_id, rank = start(world, seconds=20)
     world.turn(15)
@@ -70,6 +72,7 @@ def test_attempts_add_up_and_waiting_costs_nothing(world: World) -> None:
     assert again.train(3).desired is DesiredState.CANCEL
 
 
+@ON_SQLITE
 def test_a_job_that_somebody_pauses_is_not_cancelled(world: World) -> None:
     job_id, rank = start(world, seconds=5)
     world.pause(job_id)

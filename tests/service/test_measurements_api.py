@@ -7,6 +7,7 @@ from octet.api_schemas import FailureReason, FinishedReport, MeasuredReport
 from octet.api_schemas.measured import LayerHealth, Measurements, MemoryBytes
 from octet.service.errors import InvalidRequest
 from octet.service.store.records import COUNTS
+from tests.service.databases import ON_SQLITE
 from tests.service.world import World, step
 
 MEMORY = MemoryBytes(held={"weights": 10, "exp_avg": 5}, fp32={"weights": 40, "exp_avg": 20}, host=0, peak=None)
@@ -56,6 +57,7 @@ def test_measurements_are_shown_while_the_job_runs_and_after_it(client: TestClie
     assert measurements(client, job_id) == shown
 
 
+@ON_SQLITE
 def test_a_rank_measures_only_while_it_trains(world: World) -> None:
     job_id = world.submit()
     world.dispatch()

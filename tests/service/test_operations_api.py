@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octet.api_schemas import FailureReason, FinishedReport, PhaseReport
 from octet.api_schemas.levels import LEVELS
+from tests.service.databases import ON_SQLITE
 from tests.service.world import World
 
 
@@ -15,6 +16,7 @@ def samples(client: TestClient) -> dict[tuple[str, tuple[tuple[str, str], ...]],
     return {(each.name, tuple(sorted(each.labels.items()))): each.value for family in families for each in family.samples}
 
 
+@ON_SQLITE
 def test_ready_means_that_somebody_leads(client: TestClient, world: World) -> None:
     assert client.get("/readyz").json() == {"status": "ready"}
     world.clock.turn(6)
@@ -26,6 +28,7 @@ def test_ready_means_that_somebody_leads(client: TestClient, world: World) -> No
     assert client.get("/readyz").status_code == 503
 
 
+@ON_SQLITE
 def test_prometheus_sees_jobs_slots_attempts_and_the_last_values(client: TestClient, world: World) -> None:
     done, rank = world.start()
     rank.train(1, 2)
@@ -51,6 +54,7 @@ def test_prometheus_sees_jobs_slots_attempts_and_the_last_values(client: TestCli
     assert not [labels for name, labels in samples(client) if name == "octet_job_step" and ("job_id", done) in labels]
 
 
+@ON_SQLITE
 def test_waits_and_phases_are_measured_where_they_are_reported(client: TestClient, world: World) -> None:
     job_id = world.submit()
     world.clock.turn(2)
@@ -82,6 +86,7 @@ def test_the_warm_up_is_a_phase_of_the_start_where_a_model_is_compiled(client: T
     assert samples(client)["octet_job_start_overhead_seconds_sum", (("phase", "warmed_up"),)] == 40
 
 
+@ON_SQLITE
 def test_requests_are_measured_by_route_not_by_path(client: TestClient, world: World) -> None:
     client.get(f"/v1/jobs/{world.submit()}")
     client.get("/nowhere")
@@ -91,11 +96,13 @@ def test_requests_are_measured_by_route_not_by_path(client: TestClient, world: W
     assert seen[name, (("code", "404"), ("method", "any"), ("route", "unmatched"))] == 1
 
 
+@ON_SQLITE
 def test_levels_are_the_table(client: TestClient) -> None:
     levels = client.get("/v1/levels").json()["data"]
     assert [level["name"] for level in levels] == list(LEVELS)
 
 
+@ON_SQLITE
 def test_models_are_the_families_with_their_bytes(client: TestClient) -> None:
     families = {family["family"]: family for family in client.get("/v1/models").json()["data"]}
     (tiny, *_) = families["gpt"]["presets"]

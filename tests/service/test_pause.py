@@ -4,6 +4,7 @@ import pytest
 
 from octet.api_schemas import AttemptState, CheckpointReport, DesiredState, FailureReason, FinishedReport, JobState
 from octet.service.errors import IllegalTransition
+from tests.service.databases import ON_SQLITE
 from tests.service.world import Rank, World
 
 GOODBYE = FinishedReport(outcome="cancelled")
@@ -23,6 +24,7 @@ def last_event(world: World, job_id: str) -> tuple[str, str, object]:
     return event.type, event.message, event.data
 
 
+@ON_SQLITE
 def test_a_paused_job_frees_its_slots_and_goes_on_from_its_checkpoint(world: World) -> None:
     job_id, rank = world.start()
     world.pause(job_id)
@@ -53,6 +55,7 @@ def test_a_paused_job_frees_its_slots_and_goes_on_from_its_checkpoint(world: Wor
     assert (job.state, job.num_failures, job.num_attempts) == (JobState.SUCCEEDED, 0, 2)
 
 
+@ON_SQLITE
 def test_a_job_that_waits_is_held_at_once(world: World) -> None:
     job_id = world.submit()
     for _ in range(2):
@@ -67,6 +70,7 @@ def test_a_job_that_waits_is_held_at_once(world: World) -> None:
     assert world.events(job_id)[1].message.endswith("it has no checkpoint")
 
 
+@ON_SQLITE
 def test_a_job_whose_workers_were_never_heard_is_paused_at_once(world: World) -> None:
     job_id = world.submit()
     world.dispatch()
@@ -87,6 +91,7 @@ def test_a_failure_while_a_job_pauses_counts_as_any_other(world: World, max_fail
     assert (job.state, job.num_failures) == (state, 1)
 
 
+@ON_SQLITE
 def test_a_job_that_ends_while_it_is_asked_to_pause_has_ended(world: World) -> None:
     job_id, rank = world.start()
     world.pause(job_id)
@@ -127,6 +132,7 @@ def test_a_cancellation_can_do_without_its_checkpoint_later(world: World) -> Non
     assert world.job(job_id).state is JobState.CANCELLED
 
 
+@ON_SQLITE
 def test_workers_have_time_to_save_and_not_for_ever(world: World) -> None:
     job_id, rank = world.start()
     world.pause(job_id)
@@ -143,6 +149,7 @@ def test_workers_have_time_to_save_and_not_for_ever(world: World) -> None:
     assert world.launcher.stopped == [rank.ref]
 
 
+@ON_SQLITE
 def test_workers_that_are_not_heard_any_more_do_not_hold_up_a_pause(world: World) -> None:
     job_id, _ = world.start(max_failures=1)
     world.pause(job_id)

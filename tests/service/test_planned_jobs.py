@@ -92,6 +92,7 @@ def message_of(world: World, job_id: str, type_: str) -> str:
     return next(event.message for event in world.events(job_id) if event.type == type_)
 
 
+@ON_SQLITE
 def test_a_job_waits_for_its_plan_while_others_are_placed(world: World, planner: Promised) -> None:
     waiting, other = world.submit(pool="h100"), world.submit(pool="cpu")
     world.dispatch()
@@ -174,6 +175,7 @@ def test_auto_is_chosen_once_for_all_attempts(world: World, planner: Promised) -
     assert "precision.level auto is O3-split" in message_of(world, job_id, "job.planned")
 
 
+@ON_SQLITE
 def test_the_list_by_level_finds_what_auto_has_chosen(world: World, client: TestClient, planner: Promised) -> None:
     job_id = submit_to_h100(world, precision="auto")
 
@@ -206,6 +208,7 @@ def test_auto_without_a_choice_is_asked_again_and_then_fails(world: World, plann
     assert "no peak today" in (job.message or "")
 
 
+@ON_SQLITE
 def test_a_dispatcher_that_dies_before_the_plan_leaves_the_job_to_the_next(world: World, planner: Promised) -> None:
     job_id = submit_to_h100(world)
     world.dispatch()
@@ -332,20 +335,20 @@ def test_the_process_chooses_the_first_level_whose_upper_bound_fits(
     monkeypatch.setattr(planning, "DEADLINE_S", LONG_S)
     model = spec_document["model"] | {"hidden_size": 128, "num_layers": 2, "vocab_size": 512}
     job = JobSpec.model_validate(spec_document | {"model": model, "precision": "auto"})
-    planners = [Planning(settings_with(world, 10**12))]
+    planner = Planning(settings_with(world, 10**12))
+    levels = AUTOMATIC[: AUTOMATIC.index("O2") + 1]
     try:
-        rows = planners[0].plan(PlanRequest(job=job, levels=AUTOMATIC)).result(LONG_S).rows
+        rows = planner.plan(PlanRequest(job=job, levels=levels)).result(LONG_S).rows
         most = {row.level: row.fits[0].upper_bytes or 0 for row in rows}
         assert most["O2"] < most["bf16-amp"], "the most precise level does not fit, and another does"
-        world.settings = world.context.settings = settings_with(world, most["O2"])
-        planners.append(Planning(world.settings))
-        world.context.planning = planners[1]
+        world.settings = world.context.settings = planner._planner._settings = settings_with(world, most["O2"])
+        world.context.planning = planner
         job_id = world.submit(model=model, precision="auto", pool="cpu")
         wait_until(lambda: dispatched(world).job(job_id).state is not JobState.QUEUED)
+        assert next(planner._planner._numbers) == len(levels), "the plan asks for what was traced already"
     finally:
-        for planner in planners:
-            planner.close()
-    chosen = next(level for level in AUTOMATIC if most[level] <= most["O2"])
+        planner.close()
+    chosen = next(level for level in levels if most[level] <= most["O2"])
     assert world.launcher.started[-1].spec.precision.level == chosen
     plan = world.job(job_id).plan
     assert plan is not None

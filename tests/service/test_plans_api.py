@@ -14,6 +14,7 @@ from octet.service.jobs import planning
 from octet.service.jobs.planning import Planner
 from octet.service.settings import Settings
 from tests.kit.waiting import LONG_S
+from tests.service.databases import ON_SQLITE
 
 Document = dict[str, Any]
 MEMORY = 80 * 10**9
@@ -26,6 +27,7 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(data_dir=tmp_path / "data", pools=(pool,), planner=False)
 
 
+@ON_SQLITE
 def test_a_plan_lists_every_level_with_its_states(client: TestClient, spec_document: Document) -> None:
     response = client.post("/v1/plans", json={"job": spec_document})
     assert response.status_code == 200, response.text
@@ -37,6 +39,7 @@ def test_a_plan_lists_every_level_with_its_states(client: TestClient, spec_docum
     assert [(fit.pool, fit.verdict) for fit in own.fits] == [("cpu", "unknown")]
 
 
+@ON_SQLITE
 def test_a_plan_of_a_wrong_job_is_refused_by_its_field(client: TestClient, spec_document: Document) -> None:
     for job, levels, field in (
         (spec_document | {"modle": {}}, [], "job.modle"),
@@ -48,6 +51,7 @@ def test_a_plan_of_a_wrong_job_is_refused_by_its_field(client: TestClient, spec_
         assert answer.json()["errors"][0]["field"] == field
 
 
+@ON_SQLITE
 def test_validate_says_what_a_rank_would_hold(client: TestClient, spec_document: Document) -> None:
     states = client.post("/v1/jobs/validate", json=spec_document).json()["states"]
     plan = client.post("/v1/plans", json={"job": spec_document}).json()
@@ -60,11 +64,13 @@ def test_validate_says_what_a_rank_would_hold(client: TestClient, spec_document:
 def test_a_process_traces_peaks_and_is_started_again_after_it_was_killed(
     settings: Settings, spec_document: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The process that was started again answers after its deadlines: the late peak is traced once, and kept."""
     monkeypatch.setattr(planning, "DEADLINE_S", LONG_S)
     job = JobSpec.model_validate(spec_document | {"precision": {"level": "O2"}})
     other = JobSpec.model_validate(spec_document | {"precision": {"level": "O3"}})
+    late = PlanRequest(job=job, levels=("te",))
 
-    async def plans() -> tuple[Plan, Plan, Plan]:
+    async def plans() -> list[Plan]:
         planner = Planner(settings.model_copy(update={"planner": True}))
         try:
             first = await planner.plan(PlanRequest(job=job, levels=("O2",)))
@@ -73,40 +79,23 @@ def test_a_process_traces_peaks_and_is_started_again_after_it_was_killed(
                 await asyncio.sleep(0.001)
             assert planner._process is not None
             planner._process.kill()
-            return first, await lost, await planner.plan(PlanRequest(job=job, levels=("O2", "te")))
+            found = [first, await lost]
+            monkeypatch.setattr(planning, "DEADLINE_S", 0.01)
+            found += [await planner.plan(late), await planner.plan(late)]
+            while planner._waiting:
+                await asyncio.sleep(0.01)
+            assert next(planner._numbers) == 3
+            return [*found, await planner.plan(PlanRequest(job=job, levels=("O2", "te")))]
         finally:
             await planner.close()
 
-    first, lost, again = asyncio.run(plans())
+    first, lost, early, asked_again, again = asyncio.run(plans())
     (row,) = first.rows
     assert row.peak_bytes is not None, row.reason
     assert row.peak_bytes > sum((row.states or {}).values()) / 2
     assert row.states_agree is True
     assert row.fits[0].verdict == "yes"
     assert "ended with status" in (lost.rows[0].reason or "")
+    for plan in (early, asked_again):
+        assert "not traced within" in (plan.rows[0].reason or "")
     assert {each.level: each.peak_bytes is not None for each in again.rows} == {"O2": True, "te": True}
-
-
-@pytest.mark.slow
-def test_a_peak_that_comes_late_is_traced_once_and_kept(
-    settings: Settings, spec_document: Document, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each deadline is over before its trace is: a caller who asks again gets what was found meanwhile."""
-    monkeypatch.setattr(planning, "DEADLINE_S", 0.01)
-    request = PlanRequest(job=JobSpec.model_validate(spec_document | {"precision": {"level": "O2"}}), levels=("O2",))
-
-    async def plans() -> list[Plan]:
-        planner = Planner(settings.model_copy(update={"planner": True}))
-        try:
-            early = [await planner.plan(request), await planner.plan(request)]
-            while planner._waiting:
-                await asyncio.sleep(0.01)
-            assert next(planner._numbers) == 1
-            return [*early, await planner.plan(request)]
-        finally:
-            await planner.close()
-
-    first, second, last = (plan.rows[0] for plan in asyncio.run(plans()))
-    assert "not traced within" in (first.reason or "")
-    assert "not traced within" in (second.reason or "")
-    assert last.peak_bytes is not None

@@ -25,6 +25,7 @@ from octet.service.app import create_app
 from octet.service.db.tables import JobRow
 from octet.service.settings import Settings
 from octet.service.telemetry import jobs as job_telemetry
+from tests.service.databases import ON_SQLITE
 from tests.service.statements import counted
 from tests.service.world import World
 
@@ -63,6 +64,7 @@ def test_a_rank_is_a_target_while_its_attempt_lives(world: Any, client: TestClie
     assert client.get("/internal/v1/prometheus/targets").json() == []
 
 
+@ON_SQLITE
 def test_a_job_is_its_tenants_from_the_key_to_the_series(
     world: World, openapi_document: dict[str, Any], spec_document: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -82,6 +84,7 @@ def test_a_job_is_its_tenants_from_the_key_to_the_series(
         assert all('tenant="research"' in line for line in of_job)
 
 
+@ON_SQLITE
 def test_an_address_is_not_just_any_text(world: Any, client: TestClient) -> None:
     for address in ("127.0.0.1", "http://127.0.0.1:1", "a b:1", "127.0.0.1:123456", "x@y:80", "[::1]:80\n"):
         with pytest.raises(ValueError, match="address"):
@@ -89,6 +92,7 @@ def test_an_address_is_not_just_any_text(world: Any, client: TestClient) -> None
     assert ExporterReport(address="[fd00::1]:80")
 
 
+@ON_SQLITE
 def test_the_last_values_of_a_job_are_repeated(world: Any, client: TestClient) -> None:
     job_id, rank = world.start(labels={"comparison": "levels", "other": "not shown"})
     rank.send(step(1))
@@ -116,6 +120,7 @@ def test_the_last_values_of_a_job_are_repeated(world: Any, client: TestClient) -
     assert values["octet_attempt_leases", "overdue"] == 1
 
 
+@ON_SQLITE
 def test_series_of_jobs_are_what_prometheus_client_writes(world: Any, client: TestClient) -> None:
     hostile = 'a "quote", a \\n that is no line feed, and a \\'
     _, rank = world.start(name="shown", labels={"comparison": hostile})
@@ -137,6 +142,7 @@ def test_series_of_jobs_are_what_prometheus_client_writes(world: Any, client: Te
     assert [sorted(line) for line in shown.splitlines()] == written
 
 
+@ON_SQLITE
 def test_the_rows_of_an_ended_job_are_read_once(world: World, client: TestClient) -> None:
     job_id, rank = world.start()
     rank.send(step(1))
@@ -159,6 +165,7 @@ def test_the_rows_of_an_ended_job_are_read_once(world: World, client: TestClient
     assert scrape(client, live)["octet_job_step", ""] == 3
 
 
+@ON_SQLITE
 def test_series_of_an_ended_job_go_away(world: Any, client: TestClient) -> None:
     job_id, rank = world.start()
     rank.send(step(1))
@@ -170,6 +177,7 @@ def test_series_of_an_ended_job_go_away(world: Any, client: TestClient) -> None:
     assert job_id not in client.get("/metrics").text
 
 
+@ON_SQLITE
 def test_a_job_never_has_more_series_than_its_budget(world: Any, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id, rank = world.start(labels={"comparison": "levels"})
     rank.send(step(1))
@@ -182,6 +190,7 @@ def test_a_job_never_has_more_series_than_its_budget(world: Any, client: TestCli
         assert f"octet_exporter_dropped_series_total {scrapes * (len(whole) - 5):.1f}" in text
 
 
+@ON_SQLITE
 def test_only_the_newest_jobs_have_series(world: Any, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = world.start()
     world.clock.turn(1)
@@ -193,6 +202,7 @@ def test_only_the_newest_jobs_have_series(world: Any, client: TestClient, monkey
     assert "octet_jobs_hidden 1.0" in text
 
 
+@ON_SQLITE
 def test_the_queue_the_loop_and_the_database_are_seen(world: Any, client: TestClient) -> None:
     world.submit(workers=4)
     world.clock.turn(30)
@@ -206,12 +216,14 @@ def test_the_queue_the_loop_and_the_database_are_seen(world: Any, client: TestCl
     assert values["octet_exporter_dropped_series_total", ""] == 0
 
 
+@ON_SQLITE
 def test_an_event_of_a_rank_that_serves_nothing_is_kept(world: Any, client: TestClient) -> None:
     job_id, rank = world.start()
     rank.send(EventReport(type="exporter.failed", message="no way"))
     assert "exporter.failed" in [event.type for event in world.events(job_id)]
 
 
+@ON_SQLITE
 def test_a_scrape_reads_no_job_that_ended_long_ago(world: World, client: TestClient) -> None:
     """SQLite's steps, which grow with the rows that it reads, are as many behind a long history as behind a short one."""
     if not world.database.is_sqlite:

@@ -8,6 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from octet.api_schemas import CheckpointReport, EvaluationReport, LogReport
+from tests.service.databases import ON_SQLITE
 from tests.service.world import Rank, World, step
 
 
@@ -24,6 +25,7 @@ def trained(world: World) -> tuple[str, Rank]:
     return job_id, rank
 
 
+@ON_SQLITE
 def test_metrics(client: TestClient, trained: tuple[str, Rank]) -> None:
     job_id, _ = trained
     page = client.get(f"/v1/jobs/{job_id}/metrics?limit=2").json()
@@ -36,12 +38,14 @@ def test_metrics(client: TestClient, trained: tuple[str, Rank]) -> None:
     assert [point["step"] for point in rest["data"]] == [3]
 
 
+@ON_SQLITE
 def test_an_evaluation_beyond_floats_has_no_perplexity(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     rank.send(step(1), EvaluationReport(step=1, loss=1e6, tokens=1))
     assert client.get(f"/v1/jobs/{job_id}/metrics").json()["data"][0]["evaluation_perplexity"] is None
 
 
+@ON_SQLITE
 def test_events_and_logs_in_pages(client: TestClient, trained: tuple[str, Rank]) -> None:
     job_id, _ = trained
     for part in ("events", "logs"):
@@ -77,6 +81,7 @@ def test_log_lines_of_a_rank_of_an_attempt_since_a_time_and_the_last(client: Tes
     assert found("since=2999-01-01T00:00:00Z") == []
 
 
+@ON_SQLITE
 @pytest.mark.parametrize("query", ["tail=2", "rank=0", "attempt_id=att_1", "since=1970-01-01T00:00:00Z"])
 def test_a_stream_of_some_log_lines_is_refused(client: TestClient, trained: tuple[str, Rank], query: str) -> None:
     response = client.get(f"/v1/jobs/{trained[0]}/logs?{query}", headers={"Accept": "text/event-stream"})
@@ -85,6 +90,7 @@ def test_a_stream_of_some_log_lines_is_refused(client: TestClient, trained: tupl
     assert "Last-Event-ID" in response.text
 
 
+@ON_SQLITE
 @pytest.mark.parametrize(
     "query", ["tail=0", "rank=-1", "since=yesterday", "since=2026-01-01T00:00:00", "since=0001-01-01T00:00:00%2B14:00"]
 )
@@ -110,6 +116,7 @@ CURSORS = [
 ]
 
 
+@ON_SQLITE
 def test_a_cursor_that_names_nothing_or_is_no_number_is_refused(client: TestClient, trained: tuple[str, Rank]) -> None:
     for parts, cursors in CURSORS:
         for part, after in itertools.product(parts.split(), cursors):
@@ -122,6 +129,7 @@ def messages(text: str) -> list[dict[str, Any]]:
     return [{**json.loads(each["data"]), "number": int(each["id"]), "name": each["event"]} for each in fields]
 
 
+@ON_SQLITE
 def test_a_stream_has_everything_and_ends_with_the_job(client: TestClient, trained: tuple[str, Rank]) -> None:
     job_id, rank = trained
     rank.succeed()
@@ -136,6 +144,7 @@ def test_a_stream_has_everything_and_ends_with_the_job(client: TestClient, train
         assert resumed == everything[3:]
 
 
+@ON_SQLITE
 def test_a_stream_goes_on_while_the_job_runs(client: TestClient, trained: tuple[str, Rank]) -> None:
     """The last line arrives while the stream is open; the stream sends it and then ends."""
     job_id, rank = trained
@@ -146,6 +155,7 @@ def test_a_stream_goes_on_while_the_job_runs(client: TestClient, trained: tuple[
     assert messages(text)[-1]["message"] == "the last words"
 
 
+@ON_SQLITE
 def test_a_stream_of_nothing_is_refused(client: TestClient) -> None:
     response = client.get("/v1/jobs/job_01kg9ys7g0zn9d2mqxrybeyjtc/events", headers={"Accept": "text/event-stream"})
     assert response.status_code == 404

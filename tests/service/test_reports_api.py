@@ -38,6 +38,7 @@ def refused(response: Any, status: int, code: ErrorCode) -> Problem:
     return problem
 
 
+@ON_SQLITE
 def test_a_batch_is_acknowledged_and_renews_the_lease(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     world.clock.turn(30)
@@ -49,6 +50,7 @@ def test_a_batch_is_acknowledged_and_renews_the_lease(client: TestClient, world:
     assert (lease - world.clock.now()).total_seconds() == 60
 
 
+@ON_SQLITE
 def test_a_batch_that_comes_twice_counts_once(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     batch = rank.batch(step(1), LogReport(level="INFO", message="one"))
@@ -105,6 +107,7 @@ def test_an_attempt_that_nobody_knows_has_no_token(client: TestClient, world: Wo
     refused(post(client, stranger, stranger.batch()), 401, ErrorCode.UNAUTHENTICATED)
 
 
+@ON_SQLITE
 def test_without_the_token_nobody_learns_which_attempts_there_are(client: TestClient, world: World) -> None:
     unknown = ("att_01kg9ys7g0pgmnqbqqwk8bpker", "att_none", "job_01kg9ys7g0pgmnqbqqwk8bpker")
     _, rank = world.start()
@@ -120,12 +123,14 @@ def test_without_the_token_nobody_learns_which_attempts_there_are(client: TestCl
     assert len({json.dumps(dict(answer.headers) | {"content-length": ""}) for answer in answers}) == 1
 
 
+@ON_SQLITE
 def test_an_old_epoch_is_stale(client: TestClient, world: World) -> None:
     _, rank = world.start()
     batch = rank.batch().model_copy(update={"epoch": 7})
     refused(post(client, rank, batch), 409, ErrorCode.STALE_ATTEMPT)
 
 
+@ON_SQLITE
 @pytest.mark.parametrize("rank", [65_536, 2**31, 2**80])
 def test_a_rank_that_no_job_can_have_is_refused(client: TestClient, world: World, rank: int) -> None:
     _, sender = world.start()
@@ -133,6 +138,7 @@ def test_a_rank_that_no_job_can_have_is_refused(client: TestClient, world: World
     assert "less than 65536" in refused(post(client, sender, batch), 422, ErrorCode.INVALID_REQUEST).model_dump_json()
 
 
+@ON_SQLITE
 def test_an_attempt_that_is_over_hears_so_and_is_counted(client: TestClient, world: World) -> None:
     job_id, rank = world.start(max_failures=1)
     rank.send(FinishedReport(outcome="failed", reason=FailureReason.WORKER_LOST))
@@ -151,6 +157,7 @@ def test_the_last_batch_may_be_sent_again_when_its_answer_was_lost(client: TestC
     assert (again.status_code, again.json()["acknowledged_seq"]) == (200, 2)
 
 
+@ON_SQLITE
 def test_a_resumed_attempt_drops_the_curve_and_the_checkpoints_after_its_checkpoint(client: TestClient, world: World) -> None:
     def save(number: int) -> CheckpointReport:
         return CheckpointReport(step=number, name=f"step_{number:010}", num_bytes=1, sha256=f"{number}" * 64, loss=1.0)
@@ -209,6 +216,7 @@ def test_a_job_of_epochs_learns_its_steps_when_it_starts(
     assert line.endswith(" 12.0")
 
 
+@ON_SQLITE
 def test_other_ranks_may_not_speak_for_rank_0(client: TestClient, world: World) -> None:
     world.submit(workers=2)
     world.dispatch()
@@ -219,6 +227,7 @@ def test_other_ranks_may_not_speak_for_rank_0(client: TestClient, world: World) 
         refused(post(client, second, second.batch(body)), 422, ErrorCode.INVALID_REQUEST)
 
 
+@ON_SQLITE
 def test_other_ranks_have_their_own_stream_and_hold_no_lease(client: TestClient, world: World) -> None:
     job_id = world.submit(workers=2)
     world.dispatch()
@@ -249,6 +258,7 @@ def test_steps_before_the_start_are_refused(client: TestClient, world: World) ->
     refused(post(client, rank, rank.batch(step(1))), 422, ErrorCode.INVALID_REQUEST)
 
 
+@ON_SQLITE
 def test_a_log_has_an_end(client: TestClient, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "MAX_LOG_LINES", 3)
     job_id, rank = world.start()
@@ -258,6 +268,7 @@ def test_a_log_has_an_end(client: TestClient, world: World, monkeypatch: pytest.
     assert [event.type for event in world.events(job_id)].count("log.truncated") == 1
 
 
+@ON_SQLITE
 def test_the_events_of_ranks_have_an_end(client: TestClient, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "MAX_EVENTS", 3)
     job_id, rank = world.start()
@@ -295,6 +306,7 @@ def test_text_with_zero_bytes_and_odd_moments_is_stored_on_both(client: TestClie
         assert client.post(url, json=batch, headers=headers).status_code == 422
 
 
+@ON_SQLITE
 def test_the_summary_is_the_job_s_result(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     summary = {

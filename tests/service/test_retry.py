@@ -10,6 +10,7 @@ from octet.service.db.tables import JobRow
 from octet.service.errors import IllegalTransition
 from octet.service.jobs.attempts import MAX_PLATFORM_FAILURES
 from octet.service.jobs.specs import merge_patch
+from tests.service.databases import ON_SQLITE
 from tests.service.invariants import check_invariants
 from tests.service.test_jobs_api import problem_of
 from tests.service.test_pause import last_event, saved
@@ -31,6 +32,7 @@ def fail(world: World, **changes: Any) -> str:
     return job_id
 
 
+@ON_SQLITE
 def test_a_failed_job_goes_on_from_its_checkpoint_as_the_same_job(world: World) -> None:
     job_id = fail(world)
     for _ in range(2):
@@ -80,6 +82,7 @@ def test_a_retried_job_has_its_whole_budgets_again(world: World) -> None:
     assert (job.state, job.num_failures) == (JobState.QUEUED, 1)
 
 
+@ON_SQLITE
 def test_what_is_live_stays_and_what_pauses_says_what_is_possible(world: World) -> None:
     job_id, _ = world.start()
     num_events = len(world.events(job_id))
@@ -118,6 +121,7 @@ def test_a_job_that_has_succeeded_goes_on_with_more_steps(client: TestClient, wo
     check_invariants(world)
 
 
+@ON_SQLITE
 def test_more_steps_have_to_fit_the_rest_of_the_job(client: TestClient, world: World) -> None:
     """An epoch's job gets steps in their place, and a schedule that does not fit them is refused."""
     training = {"steps": None, "epochs": 1.0, "global_batch_size": 4, "sequence_length": 32}
@@ -131,6 +135,7 @@ def test_more_steps_have_to_fit_the_rest_of_the_job(client: TestClient, world: W
     problem_of(client.post(f"/v1/jobs/{UNKNOWN}/retry?steps=6"), 404)
 
 
+@ON_SQLITE
 def test_a_clone_is_a_new_job_with_the_spec_and_its_changes(client: TestClient, world: World) -> None:
     source = fail(world, labels={"team": "research", "try": "1"}, priority=60)
     plain = client.post(f"/v1/jobs/{source}/clone")
@@ -152,6 +157,7 @@ def test_a_clone_is_a_new_job_with_the_spec_and_its_changes(client: TestClient, 
     check_invariants(world)
 
 
+@ON_SQLITE
 def test_a_clone_that_cannot_run_is_refused_as_a_new_job_is(client: TestClient, world: World) -> None:
     source = world.submit()
     for patch, field in (
@@ -168,6 +174,7 @@ def test_a_clone_that_cannot_run_is_refused_as_a_new_job_is(client: TestClient, 
     assert len(world.all_jobs()) == 1
 
 
+@ON_SQLITE
 def test_a_clone_that_is_sent_again_is_the_same_job(client: TestClient, world: World) -> None:
     source, headers = world.submit(), {"Idempotency-Key": "one"}
     path = f"/v1/jobs/{source}/clone"
@@ -215,6 +222,7 @@ def test_priority_and_labels_change_while_a_job_waits_or_runs(client: TestClient
     check_invariants(world)
 
 
+@ON_SQLITE
 def test_what_cannot_change_is_refused(client: TestClient, world: World) -> None:
     job_id, rank = world.start(labels={f"k{number}": "" for number in range(64)})
     path = f"/v1/jobs/{job_id}"

@@ -30,6 +30,7 @@ def names(client: TestClient, query: str) -> list[str]:
     return [row["name"] for row in rows(client, query)]
 
 
+@ON_SQLITE
 def test_a_row_says_what_the_job_says(client: TestClient, world: World) -> None:
     running, rank = world.start(name="runs")
     rank.train(*range(1, 4))
@@ -98,6 +99,7 @@ def test_pages_end_where_the_next_begins(client: TestClient, world: World, order
     assert [row["id"] for row in rows(client, f"?sort={order}&offset=3&limit=2")] == whole[3:5]
 
 
+@ON_SQLITE
 def test_a_hundred_rows_take_60_kb(client: TestClient, world: World) -> None:
     """Also where each has a long name, every number and a whole picture."""
     for number in range(100):
@@ -118,6 +120,7 @@ def test_a_hundred_rows_take_60_kb(client: TestClient, world: World) -> None:
     assert len(row_json(failed, None, (1.23,) * 32)) <= 700, "a failed one may have a long message"
 
 
+@ON_SQLITE
 def test_a_picture_follows_the_curve_and_a_resumed_attempt(client: TestClient, world: World) -> None:
     job_id, rank = world.start(steps=200, max_failures=1)
 
@@ -170,6 +173,7 @@ def test_a_picture_has_16_to_32_numbers(last_step: int) -> None:
     assert all(1 <= number <= last_step for number in steps)
 
 
+@ON_SQLITE
 def test_unknown_parameters_and_values_are_refused(client: TestClient) -> None:
     for query in ("?limit=101", "?sort=loss", "?state=lost", "?id=job_1", "?filter=x", "?q=", "?offset=-1", "?after=x"):
         answer = client.get(f"/v1/rows{query}")
@@ -177,6 +181,7 @@ def test_unknown_parameters_and_values_are_refused(client: TestClient) -> None:
         assert answer.json()["errors"], query
 
 
+@ON_SQLITE
 def test_not_finite_losses_are_null_in_a_picture(client: TestClient, world: World) -> None:
     _, rank = world.start()
     lost = StepReport(step=2, loss=None, gradient_norm=None, learning_rate=0.1, tokens=1, step_time_s=0.1, data_wait_s=0.0)

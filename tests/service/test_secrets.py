@@ -14,6 +14,7 @@ from octet.service.db.tables import Base
 from octet.service.processes.startup import checked_settings, database_of_one_machine
 from octet.service.settings import Settings
 from tests.service.conftest import POOLS, TestClient
+from tests.service.databases import ON_SQLITE
 from tests.service.world import World, step
 
 KEY, OTHER_KEY = "canary-of-the-api-key-0123456789", "canary-of-the-other-key-9876543210"
@@ -21,6 +22,7 @@ PASSWORD = "canary-of-the-database-password"
 WRONG_KEY = "canary-of-a-key-with-a-typing-error"
 
 
+@ON_SQLITE
 def test_no_answer_event_log_or_metric_has_a_key_or_a_token(
     world: World, tmp_path: Path, openapi_document: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -70,6 +72,7 @@ def test_no_message_about_settings_has_a_secret(tmp_path: Path) -> None:
     assert PASSWORD not in str(raised.value)
 
 
+@ON_SQLITE
 def test_the_tokens_of_attempts_are_not_in_the_database(world: World) -> None:
     _, rank = world.start()
     with world.database.read() as session:

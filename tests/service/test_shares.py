@@ -44,6 +44,7 @@ def states(world: World, job_ids: list[str]) -> list[str]:
     return [world.job(job_id).state.value for job_id in job_ids]
 
 
+@ON_SQLITE
 def test_a_tenant_with_many_jobs_keeps_another_one_neither_from_slots_nor_from_sight(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_tenant_with_many_jobs_keeps_another_one_neither_from_slots_nor_from_s
     assert states(world, [*flood[:3], *few]) == ["starting", "starting", "queued", "starting", "starting", "queued"]
 
 
+@ON_SQLITE
 def test_a_limit_holds_until_slots_are_released(world: World) -> None:
     jobs = [world.submit(tenant="one", workers=2), world.submit(tenant="one", workers=2)]
     world.dispatch()
@@ -99,6 +101,7 @@ def test_a_job_above_its_tenant_s_limit_is_refused_at_submission(
         assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "job.resources.workers")
 
 
+@ON_SQLITE
 def test_a_job_borrows_slots_and_makes_way_for_the_one_ahead(world: World) -> None:
     running = world.submit(tenant="two", workers=3)
     world.dispatch()

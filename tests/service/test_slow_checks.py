@@ -15,6 +15,7 @@ from octet.service.jobs import admission
 from octet.service.jobs.check_processes import CheckProcesses
 from octet.service.jobs.file_checks import inputs_of
 from tests.kit.waiting import LONG_S
+from tests.service.databases import ON_SQLITE
 from tests.service.test_jobs_api import problem_of
 from tests.service.world import World
 
@@ -41,6 +42,7 @@ def different(spec_document: Document, number: int) -> list[Document]:
     return [spec_document | {"training": spec_document["training"] | {"sequence_length": 8 + each}} for each in range(number)]
 
 
+@ON_SQLITE
 def test_healthz_answers_while_many_checks_run(
     client: TestClient, spec_document: Document, held: tuple[threading.Semaphore, threading.Event]
 ) -> None:
@@ -58,6 +60,7 @@ def test_healthz_answers_while_many_checks_run(
         assert {answer.result(30).status_code for answer in answers} == {200}
 
 
+@ON_SQLITE
 def test_a_check_that_gets_no_turn_is_503(
     client: TestClient, world: World, spec_document: Document, held: tuple[threading.Semaphore, threading.Event]
 ) -> None:
@@ -76,6 +79,7 @@ def test_a_check_that_gets_no_turn_is_503(
         assert {answer.result(30).status_code for answer in answers} == {200}
 
 
+@ON_SQLITE
 def test_jobs_with_the_same_inputs_share_the_checks_that_passed(
     client: TestClient, spec_document: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +121,7 @@ def test_jobs_whose_options_have_no_hash_share_no_check(spec_document: Document)
     assert inputs.key != inputs.key
 
 
+@ON_SQLITE
 def test_a_check_that_fails_is_made_again(client: TestClient, spec_document: Document) -> None:
     path = spec_document["data"]["path"] + ".away"
     document = spec_document | {"data": spec_document["data"] | {"path": path}}

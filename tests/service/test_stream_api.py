@@ -74,6 +74,7 @@ class Browser:
         await body.aclose()  # type: ignore[attr-defined]
 
 
+@ON_SQLITE
 def test_a_stream_that_is_cut_off_loses_nothing_and_doubles_nothing(world: World) -> None:
     """Each part is read by another server, as after a kill, while the job trains, is evaluated, logs, and is resumed."""
     job_id, rank = world.start(steps=100, max_failures=1)
@@ -119,6 +120,7 @@ def test_a_stream_that_is_cut_off_loses_nothing_and_doubles_nothing(world: World
         assert numbers == list(range(1, len(numbers) + 1))
 
 
+@ON_SQLITE
 def test_rows_come_whole_and_then_as_they_change(world: World, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "LIST_POLL_S", 0.05)
     context, query, browser = client.app.state.context, RowsQuery(limit=2), Browser()  # type: ignore[attr-defined]
@@ -189,6 +191,7 @@ def test_a_cursor_reads_as_it_was_written() -> None:
     assert places_of(",".join(cursor_of(*key, place) for key, place in places.items())) == places
 
 
+@ON_SQLITE
 def test_a_reader_that_is_behind_gets_500_steps_at_a_time(world: World) -> None:
     job_id, rank = world.start(steps=2000)
     for begin in range(1, 1200, 400):

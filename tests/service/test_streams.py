@@ -12,6 +12,7 @@ from octet.service.http import streams
 from octet.service.http.streams import Source, Streams
 from octet.service.routes import records
 from octet.service.routes.records import EVENTS, LOGS
+from tests.service.databases import ON_SQLITE
 from tests.service.world import Rank, World
 
 NUM_STREAMS = 30
@@ -39,6 +40,7 @@ async def follow(world: World, job_id: str, rank: Rank, source: Source[Event]) -
     return texts
 
 
+@ON_SQLITE
 @pytest.mark.parametrize("kept_characters", [1 << 20, 0])
 def test_every_stream_gets_everything_once(world: World, monkeypatch: pytest.MonkeyPatch, kept_characters: int) -> None:
     """With no room for what was rendered, each stream reads for itself."""
@@ -64,6 +66,7 @@ def test_every_stream_gets_everything_once(world: World, monkeypatch: pytest.Mon
         assert read_for_all > NUM_STREAMS * NUM_REPORTS
 
 
+@ON_SQLITE
 def test_long_lines_come_in_small_parts(world: World, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that does not read holds one part of its stream in memory, not five hundred lines of 16 KiB."""
     job_id, rank = world.start()
@@ -96,6 +99,7 @@ def test_long_lines_come_in_small_parts(world: World, client: TestClient, monkey
     assert len(pages) > 1
 
 
+@ON_SQLITE
 def test_a_burst_is_not_rendered_for_streams_that_are_far_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_KEPT_CHARACTERS", 1 << 14)
     monkeypatch.setattr(streams, "_MOST_CHARACTERS", 1 << 12)
@@ -107,6 +111,7 @@ def test_a_burst_is_not_rendered_for_streams_that_are_far_behind(world: World, m
     assert sum(len(each.text) for each in news) <= (1 << 14) + (1 << 12) + 3000
 
 
+@ON_SQLITE
 def test_streams_end_with_an_error_if_the_database_cannot_be_read(world: World) -> None:
     job_id, _ = world.start()
 

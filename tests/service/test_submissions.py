@@ -20,6 +20,7 @@ from octet.service.jobs.requests import Request, Submission
 from octet.service.jobs.submissions import Shown, Stored, Submissions
 from octet.service.store.ids import is_id, new_id, new_ids
 from tests.kit.waiting import LONG_S
+from tests.service.databases import ON_SQLITE
 from tests.service.invariants import check_invariants
 from tests.service.statements import counted
 from tests.service.world import World
@@ -45,6 +46,7 @@ class Gate:
         monkeypatch.setattr(submissions.commands, "submit_all", held)
 
 
+@ON_SQLITE
 def test_what_waits_is_written_in_one_transaction(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, commits = Gate(world, monkeypatch), Submissions(world.database, show)
     other = world.spec.model_copy(update={"priority": 1})
@@ -69,6 +71,7 @@ def test_what_waits_is_written_in_one_transaction(world: World, monkeypatch: pyt
     check_invariants(world)
 
 
+@ON_SQLITE
 def test_many_take_a_few_statements_and_one_commit(world: World) -> None:
     commits = Submissions(world.database, show)
     labelled = world.spec.model_copy(update={"labels": {"team": "research"}})
@@ -79,6 +82,7 @@ def test_many_take_a_few_statements_and_one_commit(world: World) -> None:
     assert counts == {"statements": 4 if world.database.is_sqlite else 2, "commits": 1}
 
 
+@ON_SQLITE
 def test_the_keys_of_a_group_are_two_statements(world: World) -> None:
     """One forgets keys that have expired, one takes those that are free, however many there are."""
     commits = Submissions(world.database, show)
@@ -98,6 +102,7 @@ def test_the_keys_of_a_group_are_two_statements(world: World) -> None:
     check_invariants(world)
 
 
+@ON_SQLITE
 def test_one_that_fails_does_not_fail_the_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(world, monkeypatch)
 
@@ -117,6 +122,7 @@ def test_one_that_fails_does_not_fail_the_others(world: World, monkeypatch: pyte
     assert {row.id for row in world.all_jobs()} == {first.result(LONG_S).job.job_id, good.result(LONG_S).job.job_id}
 
 
+@ON_SQLITE
 def test_a_database_that_may_have_committed_is_not_asked_twice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
@@ -163,6 +169,7 @@ def test_the_head_is_the_beginning_of_the_queue(world: World, monkeypatch: pytes
             assert [job.id for job in store.queue.head_of_queue(session, "cpu")] == in_order[:length]
 
 
+@ON_SQLITE
 @pytest.mark.parametrize("level", ["O2", "fp32"])
 def test_the_answer_is_the_job_as_it_is_read_later(client: TestClient, spec_document: dict[str, Any], level: str) -> None:
     """The answer is not rendered by the contract; a field that is missing, or in another order, would show here."""
@@ -182,6 +189,7 @@ def test_new_ids_sort_after_each_other_and_after_the_last() -> None:
     assert new_ids("evt", now, 0) == []
 
 
+@ON_SQLITE
 def test_the_queue_is_read_once_for_a_group(client: TestClient, world: World) -> None:
     """The places of many new jobs take as many statements as those of a few."""
     context: AppContext = client.app.state.context  # type: ignore[attr-defined]
@@ -194,6 +202,7 @@ def test_the_queue_is_read_once_for_a_group(client: TestClient, world: World) ->
     assert counted_by_size[1]["commits"] == 1
 
 
+@ON_SQLITE
 @pytest.mark.parametrize("num_workers", [1, 2], ids=["all-start", "one-waits"])
 def test_new_jobs_learn_what_a_reader_of_the_whole_queue_learns(
     client: TestClient, world: World, spec_document: dict[str, Any], num_workers: int

@@ -33,7 +33,7 @@ from tests.kit.waiting import LONG_S
 from tests.worker.train.test_no_waits import DIVISIONS, REFUSED, WaitingMethods, WaitingOps, is_refused, make, run, sampled_job
 
 pytestmark = pytest.mark.usefixtures("accelerator")
-IN_EVERY_RUN = ("fp32", "fp16-amp", "ao", "O2")
+IN_EVERY_RUN = ("fp32", "fp16-amp", "O2")
 READS_OF_SAMPLES = 1
 """Reads of statistics sampled in the newest four steps. They decide which layers multiply in bf16, as the checkpoint says."""
 STAGES_SAY = {"tolist", "cpu", "__int__", "_local_scalar_dense"}

@@ -14,7 +14,7 @@ from octet.worker import initialize
 from octet.worker.fp8.accelerator import cpu_as_accelerator
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.optim import clip_grad_norm_
-from tests.kit.small_model import FP8_LEVELS, make
+from tests.kit.small_model import FP8_LEVELS, make, spread
 
 TORCHS_OPS = dict.fromkeys(
     ("_foreach_norm", "stack", "linalg_vector_norm", "add", "reciprocal", "mul", "clamp", "_foreach_mul_"), 1
@@ -23,7 +23,7 @@ TORCHS_OPS = dict.fromkeys(
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3, float("inf")])
-@pytest.mark.parametrize("level", ["bf16-amp", *FP8_LEVELS])
+@pytest.mark.parametrize("level", ["bf16-amp", *spread(FP8_LEVELS)])
 def test_the_bits_are_torch_s(level: str, max_norm: float) -> None:
     model, _ = make(level)
     model(torch.randn(8, 32, generator=torch.Generator().manual_seed(0))).square().sum().backward()

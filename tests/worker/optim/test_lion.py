@@ -12,6 +12,7 @@ from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.optim import Hyperparameters, LionHyperparameters, LowBitAdamW, LowBitLion
 from octet.worker.optim.codecs import CODECS
 from octet.worker.optim.rules.lion import Lion
+from tests.kit.small_model import spread
 from tests.kit.stored_weights import KINDS, stored_weight
 from tests.numerics.measure import relative_error
 
@@ -115,7 +116,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return losses
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", spread(LEVELS))
 def test_trains_and_resumes_at_every_level(level: str) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = small_model()

@@ -73,14 +73,14 @@ def test_a_trace_holds_what_the_closed_form_says(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_packed_documents_are_traced_without_a_mask() -> None:
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt", marks=pytest.mark.matrix)])
+def test_packed_documents_are_traced_without_a_mask(family: str) -> None:
     """A step with documents takes what one without takes, but for their starts and positions."""
-    found = traced("packed")
-    for family in ("gpt", "llama"):
-        packed, whole = found[f"{family} packed"], found[f"{family} whole"]
-        assert "aten._flash_attention_forward.default" in packed["ops"]
-        assert not packed["squares"]
-        assert abs(packed["peak"] - whole["peak"]) < 2 * 1024 * 1024  # the bytes of a mask of one layer
+    found = traced(f"packed {family}")
+    packed, whole = found["packed"], found["whole"]
+    assert "aten._flash_attention_forward.default" in packed["ops"]
+    assert not packed["squares"]
+    assert abs(packed["peak"] - whole["peak"]) < 2 * 1024 * 1024  # the bytes of a mask of one layer
 
 
 @pytest.mark.system

@@ -76,35 +76,32 @@ def wider() -> dict[str, Any]:
     return {"peak": by_lines, "whole_peak": max(moment.num_bytes for moment in moments)}
 
 
-def packed() -> dict[str, Any]:
-    """Return by family, and by whether documents share rows: the peak, ops of attention, and storages of T × T elements."""
+def packed(model: dict[str, Any]) -> dict[str, Any]:
+    """Return by whether documents share rows: the peak, ops of attention, and storages of T × T elements."""
     results: dict[str, Any] = {}
-    for model in (GPT, LLAMA):
-        sizes = model | {"num_heads": 16, "max_sequence_length": 1024}
-        spec = spec_of(sizes, training={"sequence_length": 1024, "micro_batch_size": 1})
-        for data in ({"source": "tokens", "path": "/data"}, {"source": "text", "path": "/data", "packing": True}):
-            document = spec.model_dump(mode="json", exclude_unset=True) | {"data": data}
-            squares: list[str] = []
+    sizes = model | {"num_heads": 16, "max_sequence_length": 1024}
+    spec = spec_of(sizes, training={"sequence_length": 1024, "micro_batch_size": 1})
+    for data in ({"source": "tokens", "path": "/data"}, {"source": "text", "path": "/data", "packing": True}):
+        document = spec.model_dump(mode="json", exclude_unset=True) | {"data": data}
+        squares: list[str] = []
 
-            class Curve(trace_module._Curve):
-                def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                    made = super().__torch_dispatch__(func, types, args, kwargs)
-                    of_rows = [
-                        part for part in tree_leaves(made) if isinstance(part, Tensor) and part.shape[-2:] == (1024, 1024)
-                    ]
-                    squares.extend(str(func) for _ in of_rows)  # noqa: B023 - it is called within the turn
-                    return made
+        class Curve(trace_module._Curve):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                made = super().__torch_dispatch__(func, types, args, kwargs)
+                of_rows = [part for part in tree_leaves(made) if isinstance(part, Tensor) and part.shape[-2:] == (1024, 1024)]
+                squares.extend(str(func) for _ in of_rows)  # noqa: B023 - it is called within the turn
+                return made
 
-            with mock.patch.object(trace_module, "_Curve", Curve):
-                phases = trace(JobSpec.model_validate(document), 2, 1).phases
-            moments = [moment for phase in phases for moment in phase]
-            key = f"{model.get('family', 'gpt')} {'packed' if 'packing' in data else 'whole'}"
-            ops = sorted({moment.op for moment in moments if "attention" in moment.op})
-            results[key] = {"peak": max(moment.num_bytes for moment in moments), "ops": ops, "squares": squares}
+        with mock.patch.object(trace_module, "_Curve", Curve):
+            phases = trace(JobSpec.model_validate(document), 2, 1).phases
+        moments = [moment for phase in phases for moment in phase]
+        ops = sorted({moment.op for moment in moments if "attention" in moment.op})
+        peak = max(moment.num_bytes for moment in moments)
+        results["packed" if "packing" in data else "whole"] = {"peak": peak, "ops": ops, "squares": squares}
     return results
 
 
 if __name__ == "__main__":
     name = sys.argv[1]
-    functions = {"wider": wider, "packed": packed}
+    functions = {"wider": wider, "packed gpt": lambda: packed(GPT), "packed llama": lambda: packed(LLAMA)}
     sys.stdout.write(json.dumps(functions[name]() if name in functions else found(spec_of(**CASES[name]))))

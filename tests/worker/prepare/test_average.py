@@ -11,6 +11,7 @@ from torch.optim import swa_utils
 
 from octet.api_schemas.levels import LEVELS
 from octet.worker import AveragedModel, initialize
+from tests.kit.small_model import spread
 from tests.kit.stored_weights import KINDS, stored_weight
 
 DECAY = 0.8
@@ -35,7 +36,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["ema", "swa"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["fp32", *spread(level for level in LEVELS if level != "fp32")])
 def test_the_average_is_that_of_the_values(level: str, kind: str) -> None:
     model, optimizer = make(level)
     average = AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(DECAY) if kind == "ema" else None)
@@ -105,7 +106,7 @@ def test_the_model_is_left_alone_and_the_average_trains_on_as_a_model_of_its_own
 
 
 @pytest.mark.parametrize("kind", ["ema", "swa"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", spread(LEVELS))
 def test_torchs_own_is_ours(level: str, kind: str) -> None:
     """It holds codes, with the fp32 average beside them."""
     model, optimizer = make(level)

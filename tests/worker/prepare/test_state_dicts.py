@@ -62,7 +62,9 @@ def test_a_state_dict_has_the_names_and_values_of_a_plain_model(level: str) -> N
         assert torch.equal(plain.get_submodule(name).weight, values)
 
 
-@pytest.mark.parametrize("level", spread(LEVELS_OF_CODES))
+@pytest.mark.parametrize(
+    "level", ["O3-split-8bit", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("O1", "O2", "O3"))]
+)
 def test_a_file_of_a_state_dict_is_loaded_by_a_plain_model(level: str, tmp_path: Path) -> None:
     """By torch alone, in the way that is safe for files of others; scales and counts in its metadata do no harm."""
     model, _ = make(level)
