@@ -136,7 +136,8 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
     yield "pool", f"{spec.resources.pool}, {_workers(job)}"
     yield (
         "attempts",
-        f"{job.num_attempts}, {job.num_failures} failed; failures of its own are retried {spec.retry.max_failures} times",
+        f"{job.num_attempts}, {job.num_failures} failed{_failures(job)}; failures of its own are retried "
+        f"{spec.retry.max_failures} times",
     )
     yield "created", moment(job.created_at)
     if job.started_at:
@@ -149,6 +150,14 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
         newest = max(checkpoints, key=lambda checkpoint: checkpoint.step)
         yield "checkpoints", f"{len(checkpoints)}, the newest at step {newest.step} ({num_bytes(newest.num_bytes)})"
     yield from _results(job)
+
+
+def _failures(job: Job) -> str:
+    """Write how many failures of each reason there were, and how many of these are tried again."""
+    counts = [
+        f"{each.reason.value} {each.count} of {'any number' if each.retries is None else each.retries}" for each in job.failures
+    ]
+    return f" ({', '.join(counts)})" if counts else ""
 
 
 def _precision(job: Job) -> Iterable[tuple[str, str]]:
