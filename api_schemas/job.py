@@ -233,6 +233,16 @@ class QueuePlace(Contract):
 
     position: int = Field(description="1 is next, within the pool")
     why: str
+    missing_slots: int | None = Field(
+        default=None,
+        description="slots that have to come back for this job and for those ahead of it; null if it waits for something else, "
+        "or is far behind",
+    )
+    starts_at: Timestamp | None = Field(
+        default=None,
+        description="an estimate: at the latest then, if running jobs go on as fast as now; null if it is not known, as while "
+        "running jobs have no step yet",
+    )
 
 
 class Progress(Contract):

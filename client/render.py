@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from octet.api_schemas import Alert, Attempt, Checkpoint, Event, Export, Job, JobState, LogLine, Pool
+from octet.api_schemas import Alert, Attempt, Checkpoint, Event, Export, Job, JobState, LogLine, Pool, QueuePlace
 from octet.api_schemas.catalog import ModelFamily
 from octet.api_schemas.comparison import Comparison
 from octet.api_schemas.comparison_report import ComparisonReport
@@ -121,6 +121,7 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
     spec = job.spec
     if job.queue:
         yield "waits", f"number {job.queue.position} in pool {spec.resources.pool}: {job.queue.why}"
+        yield "starts", _start_words(job.queue)
     if job.reason:
         yield "reason", f"{job.reason}: {job.message or ''}".removesuffix(": ")
     elif job.message:
@@ -150,6 +151,15 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
         newest = max(checkpoints, key=lambda checkpoint: checkpoint.step)
         yield "checkpoints", f"{len(checkpoints)}, the newest at step {newest.step} ({num_bytes(newest.num_bytes)})"
     yield from _results(job)
+
+
+def _start_words(place: QueuePlace) -> str:
+    """Write when a queued job starts, and for how many slots it waits."""
+    missing = place.missing_slots
+    slots = "" if not missing else f"once {missing} slot{'s are' if missing > 1 else ' is'} free, "
+    if place.starts_at is None:
+        return f"{slots}at a time that is not known yet"
+    return f"{slots}about {moment(place.starts_at)} at the latest"
 
 
 def _failures(job: Job) -> str:
