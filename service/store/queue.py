@@ -281,8 +281,9 @@ def releases(transaction: Transaction, pools: Iterable[str], now: datetime) -> d
     found: dict[str, list[Release]] = {}
     rows = connection_of(transaction).execute(_RELEASES, {"pools": list(pools)})
     for pool, slots, goes_on, last_step, remaining_s, reported_at in rows:
-        is_measured = last_step is not None and remaining_s is not None and reported_at is not None
-        left_s = max(0.0, remaining_s - (now - reported_at).total_seconds()) if is_measured else None
+        left_s = None
+        if last_step is not None and remaining_s is not None and reported_at is not None:
+            left_s = max(0.0, remaining_s - (now - reported_at).total_seconds())
         found.setdefault(pool, []).append(Release(slots, left_s if goes_on else 0.0))
     return found
 
