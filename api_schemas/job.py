@@ -33,9 +33,25 @@ MAX_SPEC_VALUES = 2000
 
 
 class RetrySpec(Contract):
-    """The number of further attempts after failures that are the job's own, such as a rank that dies."""
+    """The number of further attempts after failures.
 
-    max_failures: int = Field(default=0, ge=0, le=1000)
+    Faults of the platform do not count in `max_failures`: each of their reasons has a number of its own.
+    """
+
+    max_failures: int = Field(default=0, ge=0, le=1000, description="after failures of the job's own, such as a rank that dies")
+    by_reason: dict[FailureReason, Annotated[int, Field(ge=0, le=1000)]] = Field(
+        default_factory=dict, description="for reasons with a number of their own, such as lease_expired: 20"
+    )
+
+    @field_validator("by_reason")
+    @classmethod
+    def _are_retryable(cls, by_reason: dict[FailureReason, int]) -> dict[FailureReason, int]:
+        for reason in by_reason:
+            if not reason.retryable:
+                allowed = ", ".join(each for each in FailureReason if each.retryable)
+                change = f"Remove it: a job is not tried again after {reason.value}, which would only occur again."
+                raise refusal("", got=reason.value, allowed=allowed, change=change)
+        return by_reason
 
 
 class JobSpec(Contract):
@@ -217,6 +233,16 @@ class QueuePlace(Contract):
 
     position: int = Field(description="1 is next, within the pool")
     why: str
+    missing_slots: int | None = Field(
+        default=None,
+        description="slots that have to come back for this job and for those ahead of it; null if it waits for something else, "
+        "or is far behind",
+    )
+    starts_at: Timestamp | None = Field(
+        default=None,
+        description="an estimate: at the latest then, if running jobs go on as fast as now; null if it is not known, as while "
+        "running jobs have no step yet",
+    )
 
 
 class Progress(Contract):
@@ -267,6 +293,17 @@ class JobSummary(Contract):
     data: dict[str, float] = Field(description="facts of the data: bytes, files, unigram entropy in nats per byte")
 
 
+class FailureCount(Contract):
+    """The failures of a job for one reason, since it was submitted or last retried."""
+
+    reason: FailureReason
+    count: int
+    retries: int | None = Field(
+        description="failures that are tried again; null: all. Reasons of the job's own share retry.max_failures, unless "
+        "retry.by_reason names them"
+    )
+
+
 class Job(Contract):
     """A job as the API shows it."""
 
@@ -286,6 +323,7 @@ class Job(Contract):
     hint: str | None
     num_attempts: int
     num_failures: int
+    failures: tuple[FailureCount, ...] = Field(default=(), description="by reason")
     current_attempt_id: str | None
     num_ranks: int | None = Field(default=None, description="of the current attempt; fewer than workers if it had to shrink")
     queue: QueuePlace | None

@@ -16,6 +16,10 @@ MAX_WHY_CHARACTERS = 120
 RowOrder = Literal["-created", "created", "name", "evaluation"]
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class Row(Contract):
     """One job at a glance. Losses are in nats per target; numbers have six digits, in `sparkline` three."""
 
@@ -29,6 +33,12 @@ class Row(Contract):
     reason: FailureReason | None = Field(description="why it failed")
     why: str | None = Field(description=f"why it waits, or the message of its failure; at most {MAX_WHY_CHARACTERS} characters")
     position: int | None = Field(description="place in the queue of its pool, 1 is next; null unless queued")
+    missing_slots: int | None = Field(
+        default=None, exclude_if=_is_none, description="slots that have to come back before it starts; left out if not known"
+    )
+    starts_at: Timestamp | None = Field(
+        default=None, exclude_if=_is_none, description="by then it starts, as is estimated; left out if not known"
+    )
     step: int | None
     steps: int | None = Field(description="the last step; null until epochs are counted")
     loss: float | None = Field(description="of the last step")

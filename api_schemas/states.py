@@ -49,14 +49,14 @@ class AttemptState(StrEnum):
 
 
 class Blame(StrEnum):
-    """The budget that pays for a failure: the job's own retries, or the platform's."""
+    """The side at fault: the job, whose spec limits its retries, or the platform."""
 
     JOB = "job"
     PLATFORM = "platform"
 
 
 class FailureReason(StrEnum):
-    """The reason of a failed attempt. `retryable`: the same spec can succeed later. `blame`: the retry budget that pays."""
+    """The reason of a failed attempt. `retryable`: the same spec can succeed later. `blame`: the side at fault."""
 
     INVALID_CONFIG = "invalid_config"
     DATA_ERROR = "data_error"
@@ -88,6 +88,11 @@ class FailureReason(StrEnum):
     @property
     def hint(self) -> str:
         return _TRAITS[self][2]
+
+    @property
+    def platform_retries(self) -> int | None:
+        """The failures of this reason after which a job is tried again, unless its spec says otherwise. None: all of them."""
+        return _PLATFORM_RETRIES[self]
 
     @property
     def calls_for_precision(self) -> bool:
@@ -154,4 +159,14 @@ _TRAITS: dict[FailureReason, tuple[bool, Blame, str]] = {
         Blame.PLATFORM,
         "The attempt could not reach the control plane for longer than its lease.",
     ),
+}
+
+_PLATFORM_RETRIES: dict[FailureReason, int | None] = {
+    FailureReason.WRONG_NODE: 3,  # labels that an operator has to correct
+    FailureReason.STORAGE_FULL: None,  # the job waits for space, however long it takes
+    FailureReason.STORE_UNREACHABLE: 20,
+    FailureReason.LAUNCH_FAILED: 10,
+    FailureReason.START_TIMEOUT: 5,  # each takes minutes, and slots
+    FailureReason.CLUSTER_LOST: 10,
+    FailureReason.LEASE_EXPIRED: 10,
 }

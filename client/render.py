@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from octet.api_schemas import Alert, Attempt, Checkpoint, Event, Export, Job, JobState, LogLine, Pool
+from octet.api_schemas import Alert, Attempt, Checkpoint, Event, Export, Job, JobState, LogLine, Pool, QueuePlace
 from octet.api_schemas.catalog import ModelFamily
 from octet.api_schemas.comparison import Comparison
 from octet.api_schemas.comparison_report import ComparisonReport
@@ -121,6 +121,7 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
     spec = job.spec
     if job.queue:
         yield "waits", f"number {job.queue.position} in pool {spec.resources.pool}: {job.queue.why}"
+        yield "starts", _start_words(job.queue)
     if job.reason:
         yield "reason", f"{job.reason}: {job.message or ''}".removesuffix(": ")
     elif job.message:
@@ -136,7 +137,8 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
     yield "pool", f"{spec.resources.pool}, {_workers(job)}"
     yield (
         "attempts",
-        f"{job.num_attempts}, {job.num_failures} failed; failures of its own are retried {spec.retry.max_failures} times",
+        f"{job.num_attempts}, {job.num_failures} failed{_failures(job)}; failures of its own are retried "
+        f"{spec.retry.max_failures} times",
     )
     yield "created", moment(job.created_at)
     if job.started_at:
@@ -149,6 +151,23 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
         newest = max(checkpoints, key=lambda checkpoint: checkpoint.step)
         yield "checkpoints", f"{len(checkpoints)}, the newest at step {newest.step} ({num_bytes(newest.num_bytes)})"
     yield from _results(job)
+
+
+def _start_words(place: QueuePlace) -> str:
+    """Write when a queued job starts, and for how many slots it waits."""
+    missing = place.missing_slots
+    slots = "" if not missing else f"once {missing} slot{'s are' if missing > 1 else ' is'} free, "
+    if place.starts_at is None:
+        return f"{slots}at a time that is not known yet"
+    return f"{slots}about {moment(place.starts_at)} at the latest"
+
+
+def _failures(job: Job) -> str:
+    """Write how many failures of each reason there were, and how many of these are tried again."""
+    counts = [
+        f"{each.reason.value} {each.count} of {'any number' if each.retries is None else each.retries}" for each in job.failures
+    ]
+    return f" ({', '.join(counts)})" if counts else ""
 
 
 def _precision(job: Job) -> Iterable[tuple[str, str]]:

@@ -181,6 +181,7 @@ class JobRow(Base):
     num_attempts: Mapped[int] = mapped_column(default=0)
     num_failures: Mapped[int] = mapped_column(default=0)
     num_platform_failures: Mapped[int] = mapped_column(default=0)
+    failures: Mapped[dict[str, Any] | None]
     last_event_seq: Mapped[int] = mapped_column(BigInteger, default=0)
     last_log_seq: Mapped[int] = mapped_column(BigInteger, default=0)
 

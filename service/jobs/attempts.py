@@ -5,6 +5,7 @@ events. Only `finish` decides if a failed job is tried again.
 """
 
 import logging
+import zlib
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import get_args
@@ -16,13 +17,12 @@ from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.report import StartPhase
 from octet.service import store
 from octet.service.db.tables import AttemptRow, JobRow
+from octet.service.jobs import retries
 from octet.service.jobs.lifecycle import AttemptEvent, JobEvent, next_attempt_state, next_job_state
 from octet.service.jobs.specs import put_level
 from octet.service.store.ids import new_id
 
 START_PHASES: tuple[StartPhase, ...] = get_args(StartPhase)
-MAX_PLATFORM_FAILURES = 10
-LONGEST_BACKOFF_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
         job.state, job.queued_at = next_job_state(job.state, JobEvent.REQUEUE), now
         store.jobs.add_event(session, job, now, "job.queued", ending.message or "", attempt_id=attempt.id)
     else:
-        _fail(session, job, ending, now)
+        _fail(session, job, attempt, ending, now)
 
 
 def make_way(session: Session, job: JobRow, now: datetime, why: str) -> None:
@@ -217,9 +217,8 @@ def revive(session: Session, job: JobRow, event: JobEvent, now: datetime) -> Non
         store.comparisons.forget_outcome(session, job.id)
     if job.num_attempts == 0:
         job.plan = None  # it may have been refused: it is planned again, for what the pool has by now
-    # Failures by a full disk are left out of the budget by their number, so it starts there.
-    job.num_failures = 0
-    job.num_platform_failures = store.jobs.count_failures(session, job.id, FailureReason.STORAGE_FULL)
+    job.num_failures = job.num_platform_failures = 0
+    job.failures = None
     goes_on, data = _next_start(session, job)
     words = {JobEvent.EXTEND: "continued", JobEvent.EXPORT: "to be exported"}
     message = f"{words.get(event, 'retried')}; it goes on {goes_on}"
@@ -238,27 +237,29 @@ def _next_start(session: Session, job: JobRow) -> tuple[str, dict[str, JsonScala
     return f"after step {newest.step}, from its checkpoint", {"checkpoint_step": newest.step}
 
 
-def _fail(session: Session, job: JobRow, ending: Ending, now: datetime) -> None:
+def _fail(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, now: datetime) -> None:
     assert ending.reason is not None, "a failure has a reason"
     if job.state is not JobState.CANCELLING and ending.reason.calls_for_precision and _climb(session, job, ending.reason, now):
         return
-    if job.state is not JobState.CANCELLING and _may_retry(session, job, ending.reason):
-        if job.state is JobState.PAUSING:
-            hold(session, job, JobEvent.REQUEUE, now)
-            return
-        number = job.num_failures + job.num_platform_failures
-        wait_s = min(LONGEST_BACKOFF_S, 2.0 ** min(number - 1, 10))
+    if job.state is JobState.CANCELLING:
+        _end_job(session, job, JobEvent.FAIL, now)
+        return
+    verdict = _count_and_judge(session, job, attempt, ending.reason)
+    if verdict.wait_s is None:
+        job.reason = ending.reason
+        job.message = "; ".join(part for part in (verdict.why, ending.message) if part) or None
+        _end_job(session, job, JobEvent.FAIL, now, verdict.why)
+    elif job.state is JobState.PAUSING:
+        hold(session, job, JobEvent.REQUEUE, now)
+    else:
         job.state = next_job_state(job.state, JobEvent.REQUEUE)
         job.queued_at = now
-        job.not_before = now + timedelta(seconds=wait_s)
-        message = f"tried again in {wait_s:g} s, after failure {number} ({ending.reason.value})"
+        job.not_before = now + timedelta(seconds=verdict.wait_s)
+        number = job.num_failures + job.num_platform_failures
+        message = f"tried again in {verdict.wait_s:.2g} s, after failure {number} ({ending.reason.value})"
         if ending.reason is FailureReason.STORAGE_FULL:
-            message = f"tried again once there is space, in {wait_s:g} s at the earliest. {ending.reason.hint}"
+            message = f"tried again once there is space, in {verdict.wait_s:.2g} s at the earliest. {ending.reason.hint}"
         store.jobs.add_event(session, job, now, "job.queued", message)
-        return
-    if job.state is not JobState.CANCELLING:
-        job.reason, job.message = ending.reason, ending.message
-    _end_job(session, job, JobEvent.FAIL, now)
 
 
 def _climb(session: Session, job: JobRow, reason: FailureReason, now: datetime) -> bool:
@@ -278,20 +279,22 @@ def _climb(session: Session, job: JobRow, reason: FailureReason, now: datetime) 
     return True
 
 
-def _may_retry(session: Session, job: JobRow, reason: FailureReason) -> bool:
-    """Count the failure against the job or the platform. Returns True if another attempt is allowed.
-
-    A full disk is waited out, however long it takes, and uses up neither budget.
-    """
+def _count_and_judge(session: Session, job: JobRow, attempt: AttemptRow, reason: FailureReason) -> retries.Verdict:
+    """Count a failure, and decide if the job is tried again."""
+    counts = retries.counts_of(job.failures)
+    counts[reason] = counts.get(reason, 0) + 1
+    job.failures = {each.value: count for each, count in counts.items()}
+    latest = [retries.FailedAttempt(reason, attempt.resumed_from_step, attempt.last_step)]
     if reason.blame is Blame.JOB:
         job.num_failures += 1
-        allowed = job.num_failures <= JobSpec.read_stored(job.spec).retry.max_failures
+        session.flush()  # this attempt is the newest
+        rows = store.jobs.newest_failures(session, job.id, reason.blame, retries.CRASH_LOOP)
+        latest = [retries.FailedAttempt(*row) for row in rows]
     else:
         job.num_platform_failures += 1
-        num_full = store.jobs.count_failures(session, job.id, FailureReason.STORAGE_FULL)
-        is_counted = reason is not FailureReason.STORAGE_FULL
-        allowed = not is_counted or job.num_platform_failures - num_full < MAX_PLATFORM_FAILURES
-    return reason.retryable and allowed
+    # Drawn from the id, so that whoever decides again decides the same.
+    draw = (zlib.crc32(attempt.id.encode()) & 0xFFFF) / 0xFFFF
+    return retries.judge(JobSpec.read_stored(job.spec).retry, counts, latest, draw)
 
 
 def _end_job(session: Session, job: JobRow, event: JobEvent, now: datetime, why: str = "") -> None:

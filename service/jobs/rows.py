@@ -103,6 +103,8 @@ def row_json(row: ListedRow, place: QueuePlace | None, sparkline: tuple[float | 
         reason=row.reason,
         why=why if why is None or len(why) <= MAX_WHY_CHARACTERS else f"{why[: MAX_WHY_CHARACTERS - 1]}…",
         position=place.position if place is not None else None,
+        missing_slots=place.missing_slots if place is not None else None,
+        starts_at=place.starts_at if place is not None else None,
         step=row.step,
         steps=row.steps,
         loss=short(row.loss),

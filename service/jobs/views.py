@@ -6,7 +6,9 @@ from functools import lru_cache
 from typing import TypeVar
 
 from octet.api_schemas import Contract, Job, JobSpec, JobSummary, MetricPoint, Progress, QueuePlace, StartTimes
+from octet.api_schemas.job import FailureCount, RetrySpec
 from octet.api_schemas.job_plan import JobPlan
+from octet.service.jobs import retries
 from octet.service.store.curves import Point
 from octet.service.store.job_queries import ShownRow
 
@@ -41,6 +43,7 @@ def job(row: ShownRow, queue: QueuePlace | None, spec: JobSpec | None = None) ->
         hint=row.reason.hint if row.reason else None,
         num_attempts=row.num_attempts,
         num_failures=row.num_failures + row.num_platform_failures,
+        failures=_failures(row, spec.retry),
         current_attempt_id=row.current_attempt_id,
         num_ranks=row.num_ranks,
         queue=queue,
@@ -86,6 +89,14 @@ def _progress(row: ShownRow, steps_of_spec: int | None) -> Progress | None:
         tokens_per_s=row.tokens_per_s,
         remaining_s=row.remaining_s,
         reported_at=row.reported_at,
+    )
+
+
+def _failures(row: ShownRow, retry: RetrySpec) -> tuple[FailureCount, ...]:
+    counts = retries.counts_of(row.failures)
+    return tuple(
+        FailureCount.model_construct(reason=reason, count=count, retries=retries.budget_of(reason, retry))
+        for reason, count in counts.items()
     )
 
 

@@ -43,7 +43,16 @@ class PoolState:
 
     @property
     def slots_free(self) -> int:
-        return max(0, min(self.slots, self.slots_present or 0) - sum(use.slots for use in self.used.values()))
+        return max(0, self._balance)
+
+    @property
+    def slots_owed(self) -> int:
+        """The slots that attempts hold beyond those which are there: released ones are not free before these are."""
+        return max(0, -self._balance)
+
+    @property
+    def _balance(self) -> int:
+        return min(self.slots, self.slots_present or 0) - sum(use.slots for use in self.used.values())
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,8 @@ class Decision:
 
     workers: ranks that it starts with. free: slots that the pool had for it. `holds_back` is true for the job for which all
     others behind it wait, unless they have a reason of their own. borrows: it starts on slots that this job cannot use yet.
-    short: the slots that attempts have to give back for a job which fits then.
+    short: the slots that attempts have to give back for a job which fits then. missing: the slots that have to come back for
+    it and for all that are ahead of it and wait for slots; 0 if it starts, None if it waits for something else.
     """
 
     job_id: str
@@ -72,6 +82,7 @@ class Decision:
     holds_back: bool = False
     borrows: bool = False
     short: int = 0
+    missing: int | None = None
 
 
 def decide(
@@ -98,6 +109,7 @@ def _decide_pool(
 ) -> Iterator[Decision]:
     free = pool.slots_free if pool else 0
     ahead: _Ahead | None = None
+    demand = pool.slots_owed if pool else 0
     for position, (job, tenant) in enumerate(_Turns(jobs, pool), start=1):
         own_reason = _own_reason(job, now, lease_grace) or _space_reason(job, space) or _plan_reason(job, pool)
         limit_reason = None if own_reason or pool is None else tenant.limit_reason(job, pool.name)
@@ -106,7 +118,7 @@ def _decide_pool(
             spare = free if ahead is None else ahead.spare(free)
             workers = most_of(job.worker_counts, min(spare, tenant.slots_left))
             assert workers is not None
-            yield Decision(job.id, job.pool, position, why, workers, free, borrows=ahead is not None)
+            yield Decision(job.id, job.pool, position, why, workers, free, borrows=ahead is not None, missing=0)
             tenant.take(workers, position)
             free -= workers
             if ahead is not None:
@@ -116,12 +128,17 @@ def _decide_pool(
             tenant.blocker = tenant.blocker or job
         elif own_reason is None:
             tenant.wait_for(job.worker_counts[-1], position)
-        holds_back = own_reason is None and limit_reason is None and ahead is None
+        waits_for_slots = own_reason is None and limit_reason is None
+        is_known = pool is not None and pool.slots_present is not None
+        if waits_for_slots:
+            demand += job.worker_counts[-1]
+        missing = max(1, demand - free) if waits_for_slots and is_known else None
+        holds_back = waits_for_slots and ahead is None
         short = 0
         if holds_back:
             ahead = _Ahead(job, pool)
             short = ahead.short(free)
-        yield Decision(job.id, job.pool, position, why, holds_back=holds_back, short=short)
+        yield Decision(job.id, job.pool, position, why, holds_back=holds_back, short=short, missing=missing)
 
 
 class _Ahead:

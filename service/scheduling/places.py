@@ -4,14 +4,16 @@ Far back in the queue only the number counts. What was found is kept until the q
 version of the tallies tells, so that many readers of a long queue read it once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from octet.api_schemas import FailureReason, JobState, QueuePlace
 from octet.service import store
 from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
 from octet.service.scheduling.decide import Decision, PoolState, decide, waits_for_plan
+from octet.service.scheduling.estimate import starts_at
 from octet.service.scheduling.pools import read_pools, space_for
 from octet.service.settings import Settings
 from octet.service.store.queue import Place, QueuedJob
@@ -66,7 +68,22 @@ class QueuePlaces:
         decided: dict[str, Decision] = {}
         for pool in {job.pool for job in jobs if self._may_be_ahead(transaction, job, known)}:
             decided |= known.places.get(pool) or self._decide(transaction, pool, known)
-        return {job.id: place_of(job, decided.get(job.id), known.positions[job.id]) for job in jobs}
+        return self._estimated(transaction, jobs, decided, known)
+
+    def _estimated(
+        self, transaction: Transaction, jobs: Sequence[Place], decided: Mapping[str, Decision], known: _Known
+    ) -> dict[str, QueuePlace]:
+        """Say where jobs stand, with the start as it is estimated by the progress that running jobs report."""
+        pools = {job.pool for job in jobs if job.id in decided and decided[job.id].missing}
+        now = self._database.now(transaction)
+        releases = store.queue.releases(transaction, pools, now) if pools else {}
+        places: dict[str, QueuePlace] = {}
+        for job in jobs:
+            decision = decided.get(job.id)
+            missing = None if decision is None else decision.missing
+            at = None if missing is None else starts_at(missing, releases.get(job.pool, ()), now)
+            places[job.id] = place_of(job, decision, known.positions[job.id], at)
+        return places
 
     def _may_be_ahead(self, transaction: Transaction, job: Place, known: _Known) -> bool:
         """Return False for a job far back, which is not decided about. Of several tenants each has a head of its own."""
@@ -99,8 +116,10 @@ def _changes_by_itself(job: QueuedJob) -> bool:
     return job.not_before is not None or job.former_attempt_at_large or waits_for_space
 
 
-def place_of(job: Place, decision: Decision | None, position: int) -> QueuePlace:
+def place_of(job: Place, decision: Decision | None, position: int, starts_at: datetime | None = None) -> QueuePlace:
     """Say where a job stands. Jobs far back are not decided about: their position is by priority and age alone."""
     if decision is None:
         return QueuePlace(position=position, why=f"{position - 1} jobs are ahead in pool {job.pool!r}")
-    return QueuePlace(position=decision.position, why=decision.why or STARTS_SOON)
+    return QueuePlace(
+        position=decision.position, why=decision.why or STARTS_SOON, missing_slots=decision.missing, starts_at=starts_at
+    )

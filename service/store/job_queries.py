@@ -39,6 +39,7 @@ class ShownRow(NamedTuple):
     num_attempts: int = 0
     num_failures: int = 0
     num_platform_failures: int = 0
+    failures: dict[str, Any] | None = None
     step: int | None = None
     loss: float | None = None
     tokens_per_s: float | None = None

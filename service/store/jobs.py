@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, bindparam, delete, func, literal_column, select
 from sqlalchemy.orm import Session
 
-from octet.api_schemas import DesiredState, FailureReason, JobState, JsonScalar
+from octet.api_schemas import Blame, DesiredState, FailureReason, JobState, JsonScalar
 from octet.service.db.bulk import Rows, Transaction, connection_of, run, write_together
 from octet.service.db.tables import (
     AttemptRow,
@@ -304,10 +304,15 @@ _EXPIRED_KEYS = delete(IdempotencyKeyRow).where(IdempotencyKeyRow.expires_at <= 
 _TAKEN_KEYS = Rows(_TABLES[IdempotencyKeyRow.__tablename__], then="ON CONFLICT DO NOTHING RETURNING job_id")
 
 
-def count_failures(session: Session, job_id: str, reason: FailureReason) -> int:
-    """Count the job's attempts that failed for this reason, in the caller's transaction."""
-    query = select(func.count()).select_from(AttemptRow).where(AttemptRow.job_id == job_id, AttemptRow.reason == reason)
-    return session.scalar(query) or 0
+def newest_failures(
+    session: Session, job_id: str, blame: Blame, limit: int
+) -> list[tuple[FailureReason | None, int | None, int | None]]:
+    """List reason, resumed_from_step and last_step of the job's newest failed attempts with this blame, newest first."""
+    query = select(AttemptRow.reason, AttemptRow.resumed_from_step, AttemptRow.last_step)
+    reasons = [reason for reason in FailureReason if reason.blame is blame]
+    query = query.where(AttemptRow.job_id == job_id, AttemptRow.reason.in_(reasons))
+    rows = session.execute(query.order_by(AttemptRow.epoch.desc()).limit(limit))
+    return [(reason, resumed_from_step, last_step) for reason, resumed_from_step, last_step in rows]
 
 
 def measured_to_planned(session: Session, pool: str, limit: int = 100) -> list[float]:

@@ -251,6 +251,13 @@ def note_starts(session: Session, started: Iterable[tuple[str, str]], now: datet
         session.merge(LastStartRow(pool=pool, tenant=tenant, started_at=now))
 
 
+class Release(NamedTuple):
+    """The slots of an attempt, and the seconds until they are free. in_s: None before its steps were measured."""
+
+    slots: int
+    in_s: float | None
+
+
 class Loan(NamedTuple):
     """An attempt on slots that a job ahead of it cannot use yet."""
 
@@ -267,6 +274,18 @@ def loans(transaction: Transaction) -> list[Loan]:
 def slots_leaving(transaction: Transaction) -> dict[str, int]:
     """Count the slots of attempts that have ended or were asked to, by pool. They are free soon."""
     return {pool: int(slots) for pool, slots in connection_of(transaction).execute(_LEAVING)}
+
+
+def releases(transaction: Transaction, pools: Iterable[str], now: datetime) -> dict[str, list[Release]]:
+    """List the attempts that hold slots, by pool, each with the time that its training still takes."""
+    found: dict[str, list[Release]] = {}
+    rows = connection_of(transaction).execute(_RELEASES, {"pools": list(pools)})
+    for pool, slots, goes_on, last_step, remaining_s, reported_at in rows:
+        left_s = None
+        if last_step is not None and remaining_s is not None and reported_at is not None:
+            left_s = max(0.0, remaining_s - (now - reported_at).total_seconds())
+        found.setdefault(pool, []).append(Release(slots, left_s if goes_on else 0.0))
+    return found
 
 
 def end_loans(session: Session, pool: str) -> None:
@@ -407,6 +426,11 @@ _LOANS = (
     .join(JobRow, JobRow.id == AttemptRow.job_id)
     .where(_HOLDS_SLOTS, AttemptRow.is_lent, _GOES_ON)
     .order_by(JobRow.priority, JobRow.id.desc())
+)
+_RELEASES = (
+    select(AttemptRow.pool, AttemptRow.workers, _GOES_ON, AttemptRow.last_step, JobRow.remaining_s, JobRow.reported_at)
+    .join(JobRow, JobRow.id == AttemptRow.job_id)
+    .where(_HOLDS_SLOTS, AttemptRow.pool.in_(bindparam("pools", expanding=True)))
 )
 _LEAVING = (
     select(AttemptRow.pool, func.sum(AttemptRow.workers))

@@ -10,10 +10,11 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from octet.api_schemas import JobState
+from octet.api_schemas import Blame, JobState
+from octet.api_schemas.job import RetrySpec
 from octet.service import store
 from octet.service.db.tables import AttemptRow, EventRow, JobRow, LogLineRow
-from octet.service.jobs.attempts import MAX_PLATFORM_FAILURES
+from octet.service.jobs import retries
 from octet.service.store.curves import Point
 
 Curve = list[tuple[int, float | None, float | None]]
@@ -78,14 +79,23 @@ def _check_end(
     if not job.state.is_terminal:
         findings.stuck.append(f"{job.id}: {job.state.value}")
     findings.stuck += [f"{job.id}: attempt {one.epoch} holds its slots" for one in attempts if one.released_at is None]
-    if job.state is JobState.FAILED and job.num_platform_failures < MAX_PLATFORM_FAILURES:
-        findings.unexplained_failures.append(f"{job.id}: {job.reason} after {job.num_platform_failures} of the platform")
+    if job.state is JobState.FAILED and not _is_used_up(job):
+        findings.unexplained_failures.append(f"{job.id}: {job.reason} after the failures {job.failures}: {job.message}")
     if job.state is not JobState.SUCCEEDED:
         return
     if [point.step for point in metrics] != list(range(1, (job.num_steps or 0) + 1)):
         findings.steps_missing.append(job.id)
     if [(point.step, point.loss, point.evaluation_loss) for point in metrics] != expected[job.workers]:
         findings.curves_that_differ.append(job.id)
+
+
+def _is_used_up(job: JobRow) -> bool:
+    """Return True for a job that failed as often as a fault of the platform is tried again. A storm has no other faults."""
+    if job.reason is None or job.reason.blame is not Blame.PLATFORM:
+        return False
+    retry = RetrySpec.read_stored(job.spec.get("retry", {}))
+    budget = retries.budget_of(job.reason, retry)
+    return budget is not None and retries.used_of(job.reason, retry, retries.counts_of(job.failures)) > budget
 
 
 def _overlaps(job: JobRow, attempts: list[AttemptRow], lease_grace: timedelta) -> Iterator[str]:

@@ -126,7 +126,7 @@ def test_a_reason_that_cannot_change_is_not_retried(world: World) -> None:
 @ON_SQLITE
 def test_failures_of_the_platform_have_their_own_budget(world: World) -> None:
     job_id = world.submit()
-    for _ in range(9):
+    for _ in range(10):
         world.turn(61)
         world.dispatch()
         world.dispatch()
@@ -135,7 +135,8 @@ def test_failures_of_the_platform_have_their_own_budget(world: World) -> None:
         world.turn(4)
         world.dispatch()
     assert world.job(job_id).state is JobState.QUEUED
-    assert world.job(job_id).num_failures == 9
+    (counted,) = world.job(job_id).failures
+    assert (counted.reason, counted.count, counted.retries) == (FailureReason.CLUSTER_LOST, 10, 10)
     world.turn(61)
     world.dispatch()
     world.dispatch()

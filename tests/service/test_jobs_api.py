@@ -343,7 +343,8 @@ def test_a_waiting_job_says_why(client: TestClient, world: World) -> None:
     world.submit(workers=2)
     world.dispatch()
     waiting = client.get(f"/v1/jobs/{world.submit()}").json()["queue"]
-    assert waiting == {"position": 1, "why": "needs 1 slot of pool 'cpu'; 0 of 2 are free"}
+    why = "needs 1 slot of pool 'cpu'; 0 of 2 are free"
+    assert waiting == {"position": 1, "why": why, "missing_slots": 1, "starts_at": None}
 
 
 @ON_SQLITE
@@ -353,7 +354,8 @@ def test_far_back_in_the_queue_only_the_number_is_told(client: TestClient, world
         world.clock.turn(0.01)
         last = world.submit(workers=2)
     urgent = world.submit(priority=51)
-    assert client.get(f"/v1/jobs/{last}").json()["queue"] == {"position": 4, "why": "3 jobs are ahead in pool 'cpu'"}
+    place = {"position": 4, "why": "3 jobs are ahead in pool 'cpu'", "missing_slots": None, "starts_at": None}
+    assert client.get(f"/v1/jobs/{last}").json()["queue"] == place
     assert client.get(f"/v1/jobs/{urgent}").json()["queue"]["position"] == 1
 
 

@@ -8,7 +8,6 @@ from fastapi.testclient import TestClient
 from octet.api_schemas import AttemptState, DesiredState, ErrorCode, FailureReason, FinishedReport, JobSpec, JobState
 from octet.service.db.tables import JobRow
 from octet.service.errors import IllegalTransition
-from octet.service.jobs.attempts import MAX_PLATFORM_FAILURES
 from octet.service.jobs.specs import merge_patch
 from tests.service.databases import ON_SQLITE
 from tests.service.invariants import check_invariants
@@ -71,7 +70,7 @@ def test_a_retried_job_has_its_whole_budgets_again(world: World) -> None:
     job_id = fail(world)
     with world.database.write() as session:
         job = session.get_one(JobRow, job_id)
-        job.num_platform_failures = MAX_PLATFORM_FAILURES
+        job.failures = {"cluster_lost": 10}
     world.retry(job_id)
     world.dispatch()
     world.dispatch()
