@@ -20,6 +20,7 @@ from octet.api_schemas.precision import LevelName
 from octet.api_schemas.problem import explain
 from octet.api_schemas.resources import PoolConfig
 from octet.api_schemas.step_floor import StepFloor, step_floor
+from octet.api_schemas.step_prediction import StepRange, step_prediction
 
 FRAGMENTATION = 1.07
 """Reserved over allocated bytes, at worst over seven layouts of Llama 1 B on 8 to 64 H100 (nanotron's logs)."""
@@ -89,6 +90,9 @@ class Fit(Contract):
     upper_bytes: int | None = Field(default=None, description="the peak with what such devices take at most; null without one")
     largest_micro_batch: int | None = Field(description="by the upper bound; null without a peak")
     floor: StepFloor | None = Field(default=None, description="the least time of a step; null if the pool names no device")
+    predicted: StepRange | None = Field(
+        default=None, description="the range of a step's time by published rates; null without a device, or a closed form"
+    )
 
 
 class PlanRow(Contract):
@@ -261,7 +265,10 @@ def _row(candidate: Candidate, pools: Sequence[PoolConfig], reply: TraceReply | 
         "states_agree": None if peak is None else _agrees(states, peak),
         "fits": tuple(
             _fit(pool, lower, 0 if pool.accelerator == "cpu" else overhead, peak, spec).model_copy(
-                update={"floor": step_floor(spec, spec.model.sizes, states, pool)}
+                update={
+                    "floor": step_floor(spec, spec.model.sizes, states, pool),
+                    "predicted": step_prediction(spec, spec.model.sizes, states, pool),
+                }
             )
             for pool in pools
             if pool.memory_per_device_bytes is not None

@@ -518,6 +518,8 @@ def _fit_lines(row: PlanRow, plan: Plan) -> Iterable[str]:
         yield line
         if fit.floor is not None:
             yield f"  at least {_least(fit.floor)}"
+        if fit.predicted is not None:
+            yield f"  predicted {fit.predicted.least_s:.3g} to {fit.predicted.most_s:.3g} s a step"
 
 
 def _least(floor: StepFloor) -> str:
