@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, ValidationError
 
 from octet.api_schemas.base import Contract
+from octet.api_schemas.devices import DEVICES
 from octet.api_schemas.job import JobSpec
 from octet.api_schemas.job_plan import JobPlan, Verdict
 from octet.api_schemas.levels import AUTOMATIC, LEVELS
@@ -128,6 +129,7 @@ class Plan(Contract):
     )
     rows: tuple[PlanRow, ...]
     changes: tuple[PlanRow, ...] = ()
+    missing: tuple[str, ...] = Field(default=(), description="settings of the pool without which parts of the plan are null")
 
 
 class Candidate(NamedTuple):
@@ -390,7 +392,17 @@ def needs_changes(job: JobSpec, rows: Sequence[PlanRow]) -> bool:
     return any(fits(row, job.resources.pool) in ("no", "tight") for row in own)
 
 
-def plan_of(job: JobSpec, rows: Sequence[PlanRow], changes: Sequence[PlanRow]) -> Plan:
+def missing_in(pool: PoolConfig) -> tuple[str, ...]:
+    """Return what a pool's configuration lacks for a whole plan, and what to set."""
+    found = []
+    if pool.memory_per_device_bytes is None:
+        found.append(f"pool {pool.name!r} states no memory: set its memory_per_device_bytes to see if jobs fit, and times")
+    if pool.device is None and pool.accelerator == "cuda":
+        found.append(f"pool {pool.name!r} names no device: set its device to one of {', '.join(DEVICES)} to see times")
+    return tuple(found)
+
+
+def plan_of(job: JobSpec, rows: Sequence[PlanRow], changes: Sequence[PlanRow], missing: Sequence[str] = ()) -> Plan:
     """Put a plan together. changes: as far as they were planned; those that do not fit are left out."""
     pool = job.resources.pool
     automatic = [row for row in rows if row.level in AUTOMATIC]
@@ -402,4 +414,5 @@ def plan_of(job: JobSpec, rows: Sequence[PlanRow], changes: Sequence[PlanRow]) -
         chosen_level=None if chosen is None else chosen.level,
         rows=tuple(rows),
         changes=tuple(row for row in changes if fits(row, pool) == "yes"),
+        missing=tuple(missing),
     )

@@ -63,7 +63,7 @@ launch_s: `benchmarks/gpu/roofline.py`; a GPU under graphs does not wait for its
 WEIGHT_BYTES = 12
 """Read in fp32 and written in bf16, in both passes of a micro-batch (`bf16_work` of `benchmarks/gpu/roofline.py`)."""
 ATTENTION_FLOPS = 7 / 12
-"""Of 12·L·D·T: causal attention computes half, and its backward pass computes the scores again: 2 forward and 5 backward."""
+"""The share of 12·L·D·T that runs. Causal attention computes half, 2 forward and 5 backward, where scores are computed again."""
 NODE, PORT_BYTES_PER_S = 8, 50e9
 """Ranks of a node, and one 400 Gb/s port for each GPU, as DGX H100 has."""
 LAUNCHES_OF_A_BLOCK = 422

@@ -498,7 +498,7 @@ def plan_details(plan: Plan) -> Group:
     notes = [f"{row.level}: {row.reason}" for row in plan.rows if row.reason and row.reason != ONLY_STATES]
     if len(notes) + sum(row.peak_bytes is not None for row in plan.rows) < len(plan.rows):
         notes.append("Rows without a peak: name levels in --levels to trace theirs.")
-    return Group(grid, *(Text(line) for line in (*lines, *notes)))
+    return Group(grid, *(Text(line) for line in (*lines, *notes, *plan.missing)))
 
 
 _ROOM = {

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from octet.api_schemas import JobSpec
+from octet.api_schemas.plan import missing_in
 from octet.api_schemas.planned_states import states_of
 from octet.api_schemas.resources import PoolConfig
 from octet.api_schemas.step_floor import step_floor
@@ -57,3 +58,11 @@ def test_fp8_is_predicted_faster_and_recomputing_slower() -> None:
 def test_what_is_not_counted_is_not_predicted() -> None:
     assert predicted("O2", None) is None
     assert predicted("O2", parallelism={"tensor": 2}) is None
+
+
+def test_a_pool_says_what_its_plans_lack() -> None:
+    bare = PoolConfig(name="h100", node_label=("pool", "h100"), slots=8, accelerator="cuda")
+    memory, device = missing_in(bare)
+    assert memory.startswith("pool 'h100' states no memory: set its memory_per_device_bytes")
+    assert device.startswith("pool 'h100' names no device: set its device to one of GB200, ")
+    assert missing_in(bare.model_copy(update={"memory_per_device_bytes": 1, "device": "H200"})) == ()
