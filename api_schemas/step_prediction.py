@@ -63,7 +63,7 @@ launch_s: `benchmarks/gpu/roofline.py`; a GPU under graphs does not wait for its
 WEIGHT_BYTES = 12
 """Read in fp32 and written in bf16, in both passes of a micro-batch (`bf16_work` of `benchmarks/gpu/roofline.py`)."""
 ATTENTION_FLOPS = 7 / 12
-"""The share of 12·L·D·T that runs. Causal attention computes half, 2 forward and 5 backward, where scores are computed again."""
+"""The share of 12·L·D·T computed. Causal attention computes half, 2 forward and 5 backward, which computes scores again."""
 NODE, PORT_BYTES_PER_S = 8, 50e9
 """Ranks of a node, and one 400 Gb/s port for each GPU, as DGX H100 has."""
 LAUNCHES_OF_A_BLOCK = 422
