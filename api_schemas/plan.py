@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, ValidationError
 
 from octet.api_schemas.base import Contract
+from octet.api_schemas.devices import DEVICES
 from octet.api_schemas.job import JobSpec
 from octet.api_schemas.job_plan import JobPlan, Verdict
 from octet.api_schemas.levels import AUTOMATIC, LEVELS
@@ -20,6 +21,7 @@ from octet.api_schemas.precision import LevelName
 from octet.api_schemas.problem import explain
 from octet.api_schemas.resources import PoolConfig
 from octet.api_schemas.step_floor import StepFloor, step_floor
+from octet.api_schemas.step_prediction import StepRange, step_prediction
 
 FRAGMENTATION = 1.07
 """Reserved over allocated bytes, at worst over seven layouts of Llama 1 B on 8 to 64 H100 (nanotron's logs)."""
@@ -89,6 +91,9 @@ class Fit(Contract):
     upper_bytes: int | None = Field(default=None, description="the peak with what such devices take at most; null without one")
     largest_micro_batch: int | None = Field(description="by the upper bound; null without a peak")
     floor: StepFloor | None = Field(default=None, description="the least time of a step; null if the pool names no device")
+    predicted: StepRange | None = Field(
+        default=None, description="the range of a step's time by published rates; null without a device, or a closed form"
+    )
 
 
 class PlanRow(Contract):
@@ -124,6 +129,7 @@ class Plan(Contract):
     )
     rows: tuple[PlanRow, ...]
     changes: tuple[PlanRow, ...] = ()
+    missing: tuple[str, ...] = Field(default=(), description="settings of the pool without which parts of the plan are null")
 
 
 class Candidate(NamedTuple):
@@ -261,7 +267,10 @@ def _row(candidate: Candidate, pools: Sequence[PoolConfig], reply: TraceReply | 
         "states_agree": None if peak is None else _agrees(states, peak),
         "fits": tuple(
             _fit(pool, lower, 0 if pool.accelerator == "cpu" else overhead, peak, spec).model_copy(
-                update={"floor": step_floor(spec, spec.model.sizes, states, pool)}
+                update={
+                    "floor": step_floor(spec, spec.model.sizes, states, pool),
+                    "predicted": step_prediction(spec, spec.model.sizes, states, pool),
+                }
             )
             for pool in pools
             if pool.memory_per_device_bytes is not None
@@ -387,7 +396,17 @@ def needs_changes(job: JobSpec, rows: Sequence[PlanRow]) -> bool:
     return any(fits(row, job.resources.pool) in ("no", "tight") for row in own)
 
 
-def plan_of(job: JobSpec, rows: Sequence[PlanRow], changes: Sequence[PlanRow]) -> Plan:
+def missing_in(pool: PoolConfig) -> tuple[str, ...]:
+    """Return what a pool's configuration lacks for a whole plan, and what to set."""
+    found = []
+    if pool.memory_per_device_bytes is None:
+        found.append(f"pool {pool.name!r} states no memory: set its memory_per_device_bytes to see if jobs fit, and times")
+    if pool.device is None and pool.accelerator == "cuda":
+        found.append(f"pool {pool.name!r} names no device: set its device to one of {', '.join(DEVICES)} to see times")
+    return tuple(found)
+
+
+def plan_of(job: JobSpec, rows: Sequence[PlanRow], changes: Sequence[PlanRow], missing: Sequence[str] = ()) -> Plan:
     """Put a plan together. changes: as far as they were planned; those that do not fit are left out."""
     pool = job.resources.pool
     automatic = [row for row in rows if row.level in AUTOMATIC]
@@ -399,4 +418,5 @@ def plan_of(job: JobSpec, rows: Sequence[PlanRow], changes: Sequence[PlanRow]) -
         chosen_level=None if chosen is None else chosen.level,
         rows=tuple(rows),
         changes=tuple(row for row in changes if fits(row, pool) == "yes"),
+        missing=tuple(missing),
     )

@@ -517,7 +517,7 @@ def plan_details(plan: Plan) -> Group:
     notes = [f"{row.level}: {row.reason}" for row in plan.rows if row.reason and row.reason != ONLY_STATES]
     if len(notes) + sum(row.peak_bytes is not None for row in plan.rows) < len(plan.rows):
         notes.append("Rows without a peak: name levels in --levels to trace theirs.")
-    return Group(grid, *(Text(line) for line in (*lines, *notes)))
+    return Group(grid, *(Text(line) for line in (*lines, *notes, *plan.missing)))
 
 
 _ROOM = {
@@ -537,6 +537,8 @@ def _fit_lines(row: PlanRow, plan: Plan) -> Iterable[str]:
         yield line
         if fit.floor is not None:
             yield f"  at least {_least(fit.floor)}"
+        if fit.predicted is not None:
+            yield f"  predicted {fit.predicted.least_s:.3g} to {fit.predicted.most_s:.3g} s a step"
 
 
 def _least(floor: StepFloor) -> str:

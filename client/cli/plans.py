@@ -92,7 +92,12 @@ def _planned_here(request: PlanRequest, memory_gb: float | None, device: str | N
         ]
     rows = _rows(candidates(request), pools)
     changes = _rows(changes_of(job), pools) if needs_changes(job, rows) else []
-    return plan_of(job, rows, changes)
+    missing = []
+    if memory_gb is None:
+        missing.append("No memory is stated: set --memory-gb to see if the job fits.")
+    if device is None:
+        missing.append("No device is named: set --memory-gb and --device to see times.")
+    return plan_of(job, rows, changes, missing)
 
 
 def _rows(found: Sequence[PlanCandidate], pools: Sequence[PoolConfig]) -> list[PlanRow]:

@@ -36,6 +36,7 @@ from octet.api_schemas.plan import (
     choose_level,
     fits,
     job_plan,
+    missing_in,
     needs_changes,
     plan_of,
     rows_of,
@@ -97,9 +98,10 @@ class Planner:
     async def plan(self, request: PlanRequest) -> Plan:
         """Return the plan of a job. Its pool is one of the settings'."""
         job = request.job
-        rows = await self._rows(candidates(request, self._settings.pool(job.resources.pool)))
+        pool = self._settings.pool(job.resources.pool)
+        rows = await self._rows(candidates(request, pool))
         changes = await self._rows(changes_of(job)) if needs_changes(job, rows) else []
-        return plan_of(job, rows, changes)
+        return plan_of(job, rows, changes, () if pool is None else missing_in(pool))
 
     async def plan_job(self, job: JobSpec, pool: PoolConfig) -> JobPlan:
         """Return the plan by which a job is placed, within about the deadline; of one that does not fit, within two.

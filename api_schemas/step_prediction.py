@@ -1,0 +1,114 @@
+"""Predict a step's time as a range: products at achieved rates, the bytes that other work reads and writes, and the wire.
+
+Nothing here was measured by this project on a GPU: each end of the range takes the more or the less favourable published
+figure. Steps of gpt and llama are predicted on ranks that do not divide layers, tokens or the depth between them, whose
+exchanges of activations are not counted.
+"""
+
+import math
+from typing import NamedTuple
+
+from octet.api_schemas.base import Contract
+from octet.api_schemas.devices import DEVICES, DeviceRates
+from octet.api_schemas.job import JobSpec
+from octet.api_schemas.models import FamilySizes
+from octet.api_schemas.models.gpt import GPTSizes
+from octet.api_schemas.models.llama import LlamaSizes
+from octet.api_schemas.models.shapes import ParameterShape
+from octet.api_schemas.planned_states import States, converted_weights
+from octet.api_schemas.resources import PoolConfig
+
+
+class StepRange(Contract):
+    """Seconds of a step: the least with favourable published rates and the most with unfavourable ones."""
+
+    least_s: float
+    most_s: float
+
+
+class _Rates(NamedTuple):
+    """Shares of the device's peaks, bytes per element of each memory-bound pass, and what a step cannot hide.
+
+    recomputed: forward passes that selective checkpointing repeats. input_, grad_output_bytes: of quantization.
+    """
+
+    bf16: float
+    fp8: float
+    attention: float
+    memory: float
+    link: float
+    activation_bytes: int
+    logits_bytes: int
+    input_bytes: int
+    grad_output_bytes: int
+    recomputed: int
+    hides_wire: bool
+    launch_s: float
+
+
+_BEST = _Rates(0.79, 0.72, 0.75, 1.0, 1.0, 78, 8, 3, 3, 0, True, 0.0)
+_WORST = _Rates(0.59, 0.44, 0.35, 0.92, 0.8, 192, 26, 7, 6, 1, False, 2e-6)
+"""Sources, of the best and the worst figure.
+
+bf16: 785 of 989 TFLOP/s on an H200 SXM, and 585 on an H100 of 500 W (`benchmarks/gpu/roofline.py`).
+fp8: 1,425 of 1,979 TFLOP/s with fast accumulation, and 870 without, by blocks on that H100 (the same file).
+attention: FlashAttention-3 and -2 on an H100 (abstract of arXiv 2407.08608).
+memory: the data sheet, and the share that torchao's roofline_utils assumes. link: the sheet, and four fifths (assumed).
+activation_bytes: norms, residual and activation of a block by token and hidden element, fused at FP8 (`benchmarks/scaling.py`);
+twice that file's 96 at bf16 for eager kernels, rotation and a wider MLP (assumed).
+logits_bytes: by token and word of the vocabulary, 8 in `benchmarks/scaling.py`; 26 where the loss copies them to fp32.
+input_bytes, grad_output_bytes: read once and written; `benchmarks/gpu/roofline.py` with an amax and a transposed copy.
+launch_s: `benchmarks/gpu/roofline.py`; a GPU under graphs does not wait for its host.
+"""
+WEIGHT_BYTES = 12
+"""Read in fp32 and written in bf16, in both passes of a micro-batch (`bf16_work` of `benchmarks/gpu/roofline.py`)."""
+ATTENTION_FLOPS = 7 / 12
+"""The share of 12·L·D·T computed. Causal attention computes half, 2 forward and 5 backward, which computes scores again."""
+NODE, PORT_BYTES_PER_S = 8, 50e9
+"""Ranks of a node, and one 400 Gb/s port for each GPU, as DGX H100 has."""
+LAUNCHES_OF_A_BLOCK = 422
+"""Ops of a Llama's block at bf16-amp in a traced step, 137 forward and 285 backward."""
+
+
+def step_prediction(spec: JobSpec, sizes: FamilySizes, states: States, pool: PoolConfig) -> StepRange | None:
+    """Return the range of a job's step in a pool; None without a device, or for steps that the module does not predict."""
+    parallelism = spec.parallelism
+    divided = max(parallelism.tensor, parallelism.context, parallelism.pipeline) > 1
+    if pool.device is None or divided or not isinstance(sizes, GPTSizes | LlamaSizes):
+        return None
+    device = DEVICES[pool.device]
+    return StepRange(least_s=_step_s(spec, sizes, states, device, _BEST), most_s=_step_s(spec, sizes, states, device, _WORST))
+
+
+def _step_s(spec: JobSpec, sizes: GPTSizes | LlamaSizes, states: States, device: DeviceRates, rates: _Rates) -> float:
+    tokens = spec.training.global_batch_size * spec.tokens_per_sample / spec.resources.workers
+    passes = max(1, spec.training.global_batch_size // spec.resources.workers // spec.batch.micro_batch_size)
+    fp8 = _fp8_shapes(spec, sizes)
+    num_fp8 = sum(math.prod(shape.shape) for shape in fp8)
+    linear, full = sizes.flops_per_token(0), sizes.flops_per_token(spec.training.sequence_length)
+    num_weights = linear / 6
+    per_weight = 6 if spec.adapter is None else 4
+    repeated = {"none": 0, "selective": rates.recomputed, "full": 1}[spec.training.activation_checkpointing]
+    again = 1 + repeated / 3  # a forward pass is a third of a step's products
+    in_fp8_s = per_weight * num_fp8 / (device.flops * device.fp8 * rates.fp8)
+    in_bf16_s = per_weight * (num_weights - num_fp8) / (device.flops * rates.bf16)
+    attention_s = (full - linear) * ATTENTION_FLOPS / (device.flops * rates.attention)
+    products_s = tokens * again * (in_fp8_s + in_bf16_s + attention_s)
+    token_bytes = rates.activation_bytes * sizes.num_layers * sizes.hidden_size * again + rates.logits_bytes * sizes.vocab_size
+    token_bytes += sum(rates.grad_output_bytes * shape.shape[0] + rates.input_bytes * shape.shape[1] for shape in fp8)
+    update_bytes = 2 * sum(states.held.values()) - states.held["gradients"]
+    num_bytes = tokens * token_bytes + passes * WEIGHT_BYTES * num_weights + update_bytes
+    launches_s = passes * sizes.num_layers * LAUNCHES_OF_A_BLOCK * rates.launch_s
+    computed_s = products_s + num_bytes / (device.memory * rates.memory) + launches_s
+    num_sent = sum(sum(by_dtype.values()) for by_dtype in states.sent.values())
+    several_nodes = spec.resources.workers > NODE and not rates.hides_wire
+    wire_s = num_sent / (rates.link * (min(PORT_BYTES_PER_S, device.link) if several_nodes else device.link))
+    return max(computed_s, wire_s) if rates.hides_wire else computed_s + wire_s
+
+
+def _fp8_shapes(spec: JobSpec, sizes: FamilySizes) -> list[ParameterShape]:
+    if spec.precision.storage.gemm != "fp8":
+        return []
+    shapes = list(sizes.parameters() or ())
+    converted = converted_weights(shapes, spec.resolved_precision)
+    return [shape for shape in shapes if shape.name in converted]
