@@ -40,7 +40,15 @@ from tests.service.world import step as step_report
 
 POOLS = (
     PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=4),
-    PoolConfig(name="h100", node_label=("octet-pool", "h100"), slots=8, accelerator="cuda", memory_per_device_bytes=80 << 30),
+    PoolConfig(
+        name="h100",
+        node_label=("octet-pool", "h100"),
+        slots=8,
+        accelerator="cuda",
+        memory_per_device_bytes=80 << 30,
+        device="H100 80GB HBM3",
+        slot_hour_price=2.5,
+    ),
 )
 SPEC: dict[str, Any] = {
     "name": "gpt-tiny",

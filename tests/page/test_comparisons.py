@@ -1,6 +1,7 @@
 """A person sees comparisons and plans: figures are the API's, text is text, and what changes is shown."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +164,15 @@ def test_a_plan_stands_beside_the_form_and_beside_the_memory_of_a_job(page: "Pag
     plan = httpx.post(f"{site.url}/v1/plans", json={"job": spec_of(page)}).json()
     assert [row[0] for row in cells(page, "Plan by level")] == [row["level"] for row in plan["rows"]]
     assert {row[2] for row in cells(page, "Plan by level")} == {"states do"}
+    for shown, row in zip(cells(page, "Plan by level"), plan["rows"], strict=True):
+        (fit,), words = row["fits"], " ".join(shown[4:]).replace("−", "-")
+        numbers = [float(number) for number in re.findall(r"\d[\d.]*(?:e-?\d+)?", words)]
+        steps, floor = fit["predicted"], fit["floor"]
+        assert numbers == pytest.approx([steps["least_s"], steps["most_s"], floor["hours"], floor["price"]], rel=0.006)
+    page.get_by_label("pool", exact=True).select_option("cpu")
+    page.get_by_text("Pool 'cpu' states no memory: set its memory_per_device_bytes").wait_for()
+    page.get_by_label("pool", exact=True).select_option("h100")
+    page.locator("[aria-label='Plan by level'] th", has_text="Fits").wait_for()
     page.get_by_role("radio", name="auto").check()
     assert "level: auto" in page.locator("#yaml").input_value()
     job_id = submit(site.world, "chosen", "auto", pool="h100")

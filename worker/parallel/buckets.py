@@ -49,12 +49,6 @@ class Bucket(ABC):
                 holder.grad = None
         self.doubtful = []
 
-    def drop(self) -> None:
-        """Drop all gradients, and sums of earlier backward passes."""
-        for parameter in (*self.parameters, *(self._owned(piece) for piece in self.own if self.pieces is not None)):
-            parameter.grad = None
-        self.holds_sums, self.doubtful = False, []
-
     @abstractmethod
     def average(self, *, is_last: bool = True) -> Iterator[None]:
         """Replace the gradients by their means. Each `yield` leaves a collective under way.

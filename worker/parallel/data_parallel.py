@@ -103,14 +103,12 @@ class GradientBuckets:
     def drop_interrupted_pass(self) -> None:
         """Forget a backward pass that an exception has ended; without one, do nothing. All ranks call it together.
 
-        The ranks may have raised at different gradients, so each takes part in the rest of the exchange. Then it drops all
-        gradients, those of the step's earlier passes too.
+        The ranks may have raised at different gradients, so each takes part in the rest of the exchange. The gradients are
+        there then, for `zero_grad` to drop.
         """
         if not (self._has_arrivals or self._num_launched or self._under_way):
             return
         self._end_pass(is_last=True)
-        for bucket in self.buckets:
-            bucket.drop()
 
     @torch.no_grad()
     def _end_pass(self, *, is_last: bool) -> None:

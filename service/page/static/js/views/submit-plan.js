@@ -1,10 +1,17 @@
 /** The plan beside the form: what the job would take, asked for once it is valid and nobody types. */
 
 import { fill, h, panel, problem } from "../dom.js";
+import { short } from "../figures.js";
+import { count } from "../format.js";
+import { badge } from "../levels.js";
 import { send } from "../requests.js";
-import { planTable } from "./plan.js";
+import { grid } from "./job-more.js";
+import { bounds } from "./plan.js";
+
+/** @typedef {import("octet-types").PlanRow} PlanRow */
 
 const PAUSE_MS = 900;
+const FITS = { yes: "fits", tight: "may not", no: "no", unknown: "states do" };
 
 export class PlanBeside {
   #waiting = 0;
@@ -51,4 +58,57 @@ export class PlanBeside {
       fill(this.place, problem(error));
     }
   }
+}
+
+/** @param {string | null | undefined} words */
+const sentence = (words = "") => `${words?.slice(0, 1).toUpperCase()}${words?.slice(1)}.`;
+
+/** Show what a job would take at each level. @param {import("octet-types").Plan} plan @returns {HTMLElement[]} */
+function planTable(plan) {
+  const fits = plan.rows.map((row) => fitOf(row, plan.pool));
+  const [hasRoom, hasTime] = [fits.some((fit) => fit), fits.some((fit) => fit?.floor)];
+  const rows = plan.rows.map((row) => levelRow(row, plan.pool, hasRoom, hasTime));
+  const columns = [
+    "Level",
+    "Bytes of a rank",
+    ...(hasRoom ? ["Fits", "Micro-batch"] : []),
+    ...(hasTime ? ["Step", "In all"] : []),
+  ];
+  const reasons = [
+    ...new Set(plan.rows.map(({ reason }) => reason).filter((reason) => reason && !/^only states/.test(reason))),
+  ];
+  const changes = (plan.changes ?? []).map(({ change, level }) => change ?? `precision.level ${level}`);
+  return [
+    plan.chosen_level ? h("p", { class: "good" }, `auto chooses ${plan.chosen_level} in pool ${plan.pool}.`) : null,
+    grid("Plan by level", columns, rows, 1),
+    changes.length ? h("p", { class: "muted" }, `It would fit pool ${plan.pool} with one of: ${changes.join(", ")}.`) : null,
+    h("p", { class: "muted" }, meaning(plan, hasTime), ...reasons.map((reason) => ` ${sentence(reason)}`)),
+    ...(plan.missing ?? []).map((what) => h("p", { class: "muted" }, sentence(what))),
+  ].filter((each) => each !== null);
+}
+
+/** @param {import("octet-types").Plan} plan @param {boolean} hasTime */
+const meaning = ({ micro_batch_size: size, workers }, hasTime) =>
+  `Of the rank that holds most, of ${workers}, in micro-batches of ${size}: the step's peak from its lower to its upper bound` +
+  ` where that was traced (bold), else the states alone.${hasTime ? " Times are predicted from published rates of the device." : ""}`;
+
+/** @param {PlanRow} row @param {string} pool */
+const fitOf = (row, pool) => row.fits?.find((fit) => fit.pool === pool);
+
+/** @param {PlanRow} row @param {string} pool @param {boolean} hasRoom @param {boolean} hasTime @returns {(string | Node)[]} */
+function levelRow(row, pool, hasRoom, hasTime) {
+  const fit = fitOf(row, pool);
+  const size = row.peak_bytes == null ? bounds(row) : h("strong", {}, bounds(row));
+  const most = fit?.largest_micro_batch == null ? "–" : count(fit.largest_micro_batch);
+  const verdict = fit ? h("span", { class: fit.verdict === "no" ? "bad" : null }, FITS[fit.verdict]) : "–";
+  return [badge(row.level), size, ...(hasRoom ? [verdict, most] : []), ...(hasTime ? times(fit) : [])];
+}
+
+/** Write how long a step takes, and at least all of them. @param {ReturnType<typeof fitOf>} fit */
+function times(fit) {
+  if (!fit?.floor) return ["–", "–"];
+  const { step_s: least, hours, price } = fit.floor;
+  const step = fit.predicted ? `${short(fit.predicted.least_s)} to ${short(fit.predicted.most_s)} s` : `≥ ${short(least)} s`;
+  const all = hours == null ? "–" : `≥ ${short(hours)} h${price == null ? "" : `, price ≥ ${short(price)}`}`;
+  return [step, all];
 }
