@@ -110,16 +110,23 @@ def states_of_rank(spec: JobSpec, sizes: FamilySizes, pipeline_rank: int = 0) ->
 
 def converted_weights(shapes: Sequence[ParameterShape], rules: PrecisionSpec) -> frozenset[str]:
     """Return the names of the weights whose layers a level converts."""
-    names = [shape.layer for shape in shapes if shape.is_linear]
-    ends = names_at_the_ends(names, rules)
-    return frozenset(
-        shape.name
-        for shape in shapes
-        if shape.is_linear
-        and shape.tied_to is None
-        and min(shape.shape) >= MIN_FEATURES
-        and why_not_wanted(shape.layer, rules, ends) is None
-    )
+    return frozenset(name for name, reason in why_left(shapes, rules).items() if reason is None)
+
+
+def why_left(shapes: Sequence[ParameterShape], rules: PrecisionSpec) -> dict[str, str | None]:
+    """Return the weight of each linear layer with the reason for which a level leaves it in 16 bits, None where it does not."""
+    linear = [shape for shape in shapes if shape.is_linear]
+    ends = names_at_the_ends([shape.layer for shape in linear], rules)
+    return {shape.name: why_not_wanted(shape.layer, rules, ends) or _why_not_possible(shape) for shape in linear}
+
+
+def _why_not_possible(shape: ParameterShape) -> str | None:
+    """Return what a rank's report of its conversion says of such a layer (`worker/fp8/convert.py`)."""
+    if shape.tied_to is not None:
+        return "its weight is shared with another module"
+    outputs, inputs = shape.shape
+    is_small = min(inputs, outputs) < MIN_FEATURES
+    return f"{inputs} -> {outputs} features; FP8 products need at least {MIN_FEATURES}" if is_small else None
 
 
 class _Rank:

@@ -508,7 +508,7 @@ def plan_details(plan: Plan) -> Group:
         held = [states.get(kind) for kind in ("weights", "master_weights", "gradients")]
         sent = None if row.sent_bytes is None else sum(sum(by_dtype.values()) for by_dtype in row.sent_bytes.values())
         grid.add_row(row.level, *map(num_bytes, (*held, moments, row.step_bytes, row.peak_bytes, sent)))
-    lines = [line for row in plan.rows for line in _fit_lines(row, plan)]
+    lines = [*_layer_lines(plan.rows), *(line for row in plan.rows for line in _fit_lines(row, plan))]
     if plan.chosen_level is not None:
         lines.append(f"precision.level auto is {plan.chosen_level}.")
     if plan.changes:
@@ -526,6 +526,17 @@ _ROOM = {
     "no": "does not fit",
     "unknown": "has room for the states",
 }
+
+
+def _layer_lines(rows: Sequence[PlanRow]) -> Iterable[str]:
+    """Write which layers are converted, once for all levels that convert the same."""
+    levels: dict[str, list[str]] = {}
+    for row in rows:
+        if row.converted_layers is not None:
+            left = "; ".join(f"{number} left in 16 bits, {reason}" for reason, number in (row.left_layers or {}).items())
+            words = f"{row.converted_layers} linear layers converted{f'; {left}' if left else ''}"
+            levels.setdefault(words, []).append(row.level)
+    return [f"{', '.join(names)}: {words}" for words, names in levels.items()]
 
 
 def _fit_lines(row: PlanRow, plan: Plan) -> Iterable[str]:

@@ -73,6 +73,18 @@ def test_every_level_has_a_row_and_the_jobs_own_is_traced() -> None:
     assert [request.job.precision.level for request in traces_of(some)] == ["O3", "te"]
 
 
+def test_rows_say_which_layers_are_converted() -> None:
+    """GPT-125M has four linear layers in each of 12 blocks, and a head that is tied to the embedding."""
+    spec = job(precision={"level": "O2", "exclude": ["blocks.0.*"]})
+    by_level = {row.level: row for row in rows(spec, None)}
+    assert by_level["O2"].converted_layers == 44
+    head = "a head: its rounding error would go straight into the loss"
+    assert by_level["O2"].left_layers == {"excluded by name": 4, head: 1}
+    assert by_level["bf16-amp"].converted_layers is None
+    tied = {row.level: row for row in rows(job(precision={"level": "O2", "convert_heads": True}), None)}["O2"]
+    assert (tied.converted_layers, tied.left_layers) == (48, {"its weight is shared with another module": 1})
+
+
 def test_a_level_that_a_job_or_a_pool_cannot_have_says_why() -> None:
     spec = job(workers=2, parallelism={"tensor": 2})
     by_level = {row.level: row for row in rows(spec, None)}

@@ -14,6 +14,7 @@ from octet.api_schemas.catalog import model_families
 from octet.api_schemas.curve import Curve, CurveEvaluations
 from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.plan import Plan, PlanRow
 from octet.api_schemas.rows import Row
 from octet.client import render
 from octet.client.text import duration, num_bytes, number, printable
@@ -244,6 +245,18 @@ def test_a_plan_is_shown_beside_what_was_measured(make_job: MakeJob, make_summar
     assert shown["measured"] == "104.0% of the plan's peak"
     unknown = plan.model_copy(update={"verdict": "unknown", "reason": "no peak today"})
     assert facts(make_job(plan=unknown))["plan"] == "not known to fit a device of 80 GB: no peak today"
+
+
+def test_a_plan_names_converted_layers_once_for_levels_that_convert_the_same() -> None:
+    left = {"excluded by name": 4}
+    rows = [
+        PlanRow(level="bf16-amp"),
+        *(PlanRow(level=level, converted_layers=44, left_layers=left) for level in ("O1", "O2")),
+        PlanRow(level="O3", converted_layers=48, left_layers={}),
+    ]
+    shown = lines(render.plan_details(Plan(pool="gpu", workers=1, micro_batch_size=1, rows=tuple(rows))))
+    assert "O1, O2: 44 linear layers converted; 4 left in 16 bits, excluded by name" in shown
+    assert "O3: 48 linear layers converted" in shown
 
 
 def test_states_in_host_memory_have_a_line_of_their_own(make_job: MakeJob, make_summary: MakeSummary) -> None:

@@ -63,7 +63,8 @@ class ContextPart:
             if spans is not None:
                 mixed.append(document_attention(query_BHcd, key_BHed, value_BHed, *spans[index]))
             else:  # where flash attention runs, the causal mask takes no memory
-                mixed.append(attend_in_groups(query_BHcd, key_BHed, value_BHed, causal_lower_right(end - first, end)))
+                mask = causal_lower_right(end - first, end)
+                mixed.append(attend_in_groups(query_BHcd, key_BHed, value_BHed, attn_mask=mask))
         return torch.cat(mixed, dim=2)
 
 
@@ -81,21 +82,20 @@ class CausalAttention(nn.Module):
             return self.context.attend(query_BHTd, key_BHTd, value_BHTd, spans)
         if spans is not None:
             return document_attention(query_BHTd, key_BHTd, value_BHTd, *spans[0])
-        has_groups = query_BHTd.shape[1] > key_BHTd.shape[1]
-        return functional.scaled_dot_product_attention(query_BHTd, key_BHTd, value_BHTd, is_causal=True, enable_gqa=has_groups)
+        return attend_in_groups(query_BHTd, key_BHTd, value_BHTd, is_causal=True)
 
 
-def attend_in_groups(query_BHcd: Tensor, key_BHed: Tensor, value_BHed: Tensor, mask: Any) -> Tensor:
+def attend_in_groups(query_BHcd: Tensor, key_BHed: Tensor, value_BHed: Tensor, **causal: Any) -> Tensor:
     """Return attention, (B, H, c, d), of groups of query heads that share a head of keys, which is not copied for each.
 
-    mask: a causal bias, whose elements kernels do not need. Where kernels take no groups, one query
-    head of each group attends at a time, and all of them read the same keys.
+    causal: `is_causal`, or as `attn_mask` a causal bias, whose elements kernels do not need. Where kernels take no groups, one
+    query head of each group attends at a time, and all of them read the same keys.
     """
     num_groups, attend = query_BHcd.shape[1] // key_BHed.shape[1], functional.scaled_dot_product_attention
     if num_groups == 1 or _takes_groups(query_BHcd, key_BHed, value_BHed):
-        return attend(query_BHcd, key_BHed, value_BHed, attn_mask=mask, enable_gqa=num_groups > 1)
+        return attend(query_BHcd, key_BHed, value_BHed, enable_gqa=num_groups > 1, **causal)
     queries = query_BHcd.unflatten(1, (-1, num_groups)).unbind(2)
-    return torch.stack([attend(query, key_BHed, value_BHed, attn_mask=mask) for query in queries], 2).flatten(1, 2)
+    return torch.stack([attend(query, key_BHed, value_BHed, **causal) for query in queries], 2).flatten(1, 2)
 
 
 def _takes_groups(query: Tensor, key: Tensor, value: Tensor) -> bool:

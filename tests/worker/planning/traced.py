@@ -22,6 +22,7 @@ ALL_FP8 = {"auto_filter": False}
 CASES: dict[str, dict[str, Any]] = {
     **{f"gpt {level}": {"level": level} for level in ("fp32", "fp16-amp", "bf16-amp", "O1", "O2", "O3-split-8bit")},
     **{f"llama {level}": {"model": LLAMA, "level": level} for level in ("te", "O2-8bit", "O3", "O3-split")},
+    "llama fp32": {"model": LLAMA, "level": "fp32"},
     "accumulation": {"training": {"micro_batch_size": 1, "global_batch_size": 8}},
     "checkpointing": {"model": LLAMA, "training": {"activation_checkpointing": "full"}},
     "muon": {"model": LLAMA, "training": {"optimizer": {"name": "muon"}}},
