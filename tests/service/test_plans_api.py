@@ -37,6 +37,16 @@ def test_a_plan_lists_every_level_with_its_states(client: TestClient, spec_docum
     own = next(row for row in plan.rows if row.level == JobSpec.model_validate(spec_document).precision.level)
     assert "planner is off" in (own.reason or "")
     assert [(fit.pool, fit.verdict) for fit in own.fits] == [("cpu", "unknown")]
+    assert own.converted_layers
+    assert plan.missing == ()
+
+
+def test_a_plan_says_what_its_pool_lacks(settings: Settings, spec_document: Document) -> None:
+    bare = settings.pools[0].model_copy(update={"memory_per_device_bytes": None})
+    request = PlanRequest(job=JobSpec.model_validate(spec_document))
+    plan = asyncio.run(Planner(settings.model_copy(update={"pools": (bare,)})).plan(request))
+    (missing,) = plan.missing
+    assert missing.startswith("pool 'cpu' states no memory: set its memory_per_device_bytes")
 
 
 @ON_SQLITE

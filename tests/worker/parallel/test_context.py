@@ -98,7 +98,7 @@ def test_one_query_head_at_a_time_attends_as_all_of_a_group(monkeypatch: pytest.
     found = []
     for takes_groups in (True, False):
         monkeypatch.setattr(context, "_takes_groups", lambda *_, takes=takes_groups, **__: takes)
-        mixed = context.attend_in_groups(*parts, causal_lower_right(8, 24))
+        mixed = context.attend_in_groups(*parts, attn_mask=causal_lower_right(8, 24))
         found.append([mixed, *torch.autograd.grad(mixed.square().sum(), parts)])
     for grouped, one_by_one in zip(*found, strict=True):
         torch.testing.assert_close(grouped, one_by_one)

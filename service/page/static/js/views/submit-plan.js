@@ -90,7 +90,7 @@ function planTable(plan) {
 /** @param {import("octet-types").Plan} plan @param {boolean} hasTime */
 const meaning = ({ micro_batch_size: size, workers }, hasTime) =>
   `Of the rank that holds most, of ${workers}, in micro-batches of ${size}: the step's peak from its lower to its upper bound` +
-  ` where that was traced (bold), else the states alone.${hasTime ? " Times are predicted from published rates of the device." : ""}`;
+  ` where that was traced (bold), else the states alone.${hasTime ? " Times are predicted, by published rates." : ""}`;
 
 /** @param {PlanRow} row @param {string} pool */
 const fitOf = (row, pool) => row.fits?.find((fit) => fit.pool === pool);
