@@ -37,7 +37,8 @@ def test_a_plan_lists_every_level_with_its_states(client: TestClient, spec_docum
     own = next(row for row in plan.rows if row.level == JobSpec.model_validate(spec_document).precision.level)
     assert "planner is off" in (own.reason or "")
     assert [(fit.pool, fit.verdict) for fit in own.fits] == [("cpu", "unknown")]
-    assert own.converted_layers
+    assert own.converted_layers is None
+    assert [row.converted_layers for row in plan.rows if row.level == "O2"] == [4]
     assert plan.missing == ()
 
 
