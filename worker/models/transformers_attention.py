@@ -54,6 +54,8 @@ def attend(
     num_rows, _, num_tokens, size = query_BHTd.shape
     window = options.get("sliding_window") or 0
     window = window if window < num_tokens else 0
+    if attention_mask is not None and attention_mask.dtype != torch.int32:  # a mask of elements, from whoever calls the network
+        return sdpa_attention_forward(module, query_BHTd, key_BGTd, value_BGTd, attention_mask, **options)
     starts = None if attention_mask is None else attention_mask.flatten()
     if starts is None and window:
         starts = torch.arange(0, (num_rows + 1) * num_tokens, num_tokens, dtype=torch.int32, device=query_BHTd.device)

@@ -162,6 +162,9 @@ def test_no_mask_is_made_and_no_position_read(name: str, monkeypatch: pytest.Mon
     tokens_BT = torch.randint(3, 256, (2, 24), generator=torch.Generator().manual_seed(1))
     for documents_BD in (None, torch.tensor([[0, 2, 14], [0, 24, 24]], dtype=torch.int32)):
         assert model(tokens_BT, documents_BD).isfinite().all()
+    elements = torch.ones(24, 24, dtype=torch.bool).tril().expand(2, 1, 24, 24)
+    with_mask = model.network(input_ids=tokens_BT, attention_mask=elements, use_cache=False).logits
+    torch.testing.assert_close(with_mask, model(tokens_BT))
     assert "attn_implementation" not in model.network.config.to_json_string()
     model.network.set_attn_implementation("sdpa")
     with pytest.raises(AssertionError, match="transformers makes a mask"):
