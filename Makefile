@@ -42,14 +42,15 @@ demo: $(RUNTIME)
 	$(BIN)/octet demo $(if $(STAY),--stay)
 
 # Three processes on two cores: some tests of the service wait, while those of the kernels compute; each process more collects all tests
-# once more. A test that stands for a long matrix is here, the others of its matrix are in test-matrix. An empty PYTHONDONTWRITEBYTECODE lets the
-# many processes that tests start, and the next run, load modules instead of compiling them again.
+# once more. A test that stands for a long matrix is here, the others of its matrix are in test-matrix; the service is tested on SQLite
+# here, on PostgreSQL in test-system; budgets and prose are checked by lint. An empty PYTHONDONTWRITEBYTECODE lets the many processes that
+# tests start, and the next run, load modules instead of compiling them again.
 test test-system test-matrix test-parallel: export PYTHONDONTWRITEBYTECODE =
 test: install prometheus
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore tests/test_budgets.py --ignore tests/test_prose.py
 
 # The whole system: jobs through REST, Ray and ranks, README's own commands, every panel and alert over a live Prometheus,
-# kills; and all kernels compiled for Hopper.
+# the service on PostgreSQL, kills; and all kernels compiled for Hopper.
 test-system: install prometheus page-types $(HELM)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'system and not matrix'
 

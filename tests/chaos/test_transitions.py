@@ -56,6 +56,7 @@ def test_the_slices_hold_each_life_once() -> None:
     assert [(slice_.seed, slice_.transitions) for slice_ in slices] == [(7, 4 * LIFE), (11, 4 * LIFE), (15, 3 * LIFE)]
 
 
+@pytest.mark.system
 def test_each_slice_is_a_line_of_the_file_of_progress(tmp_path: Path) -> None:
     """A later run adds its lines to those of an earlier one."""
     progress = tmp_path / "lives.jsonl"
@@ -120,7 +121,7 @@ def renew_a_lease_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "found"),
     [
-        (double_an_attempt, "two attempts of a job may train at once|not settled"),
+        pytest.param(double_an_attempt, "two attempts of a job may train at once|not settled", marks=pytest.mark.system),
         (reserve_twice, "UNIQUE constraint failed: attempts.job_id"),
         (lose_an_event, "event numbers have gaps"),
         (renew_a_lease_after_its_end, "a lease was renewed after its attempt's end"),

@@ -165,6 +165,7 @@ def test_its_mnist_example_runs_as_it_stands(run: Run, level: str, tmp_path: Pat
     assert {value.dtype for value in torch.load(saved).values()} == {torch.float32}
 
 
+@pytest.mark.system
 def test_its_imagenet_example_runs_as_it_stands(run: Run) -> None:
     """A head that stays as it is, groups of parameters, accumulation, and msamp's own clipping of unscaled gradients."""
     program = str(SCRIPTS / "imagenet.py")

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 from pydantic import TypeAdapter
 
 from deploy.helm import render
 from octet.api_schemas import PoolConfig
-from tests.deploy.test_kubernetes import CUSTOM_KINDS, KUBERNETES_VERSION, problem
+from tests.deploy.test_kubernetes import CUSTOM_KINDS, problem
+from tests.kit.schemas import assert_fits_kubernetes
 
 pytestmark = pytest.mark.system
 """`make test-system` installs Helm's library, 240 MB; `make test` does not."""
@@ -74,7 +74,7 @@ def test_what_it_renders_fits_the_schemas(values: dict[str, Any]) -> None:
         if document["kind"] in CUSTOM_KINDS:
             assert problem(document) == ""
         else:
-            kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
+            assert_fits_kubernetes(document)
 
 
 def test_values_arrive_where_they_belong() -> None:

@@ -10,21 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
-from jsonschema import Draft7Validator
-from jsonschema.exceptions import best_match
 from pydantic import TypeAdapter
 
 from octet.api_schemas import PoolConfig
+from tests.kit.schemas import assert_fits_kubernetes, violation
 from tests.kit.waiting import LONG_S
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "deploy" / "kubernetes"
 KUSTOMIZATION: dict[str, Any] = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-KUBERNETES_VERSION = "1.32"
 CUSTOM_KINDS = {
     "RayCluster": "raycluster",
     "ServiceMonitor": "prometheus-operator",
@@ -73,14 +70,13 @@ def test_every_file_is_a_resource() -> None:
 
 @pytest.mark.parametrize("name", [name for name in MANIFESTS if name.split("/")[0] not in CUSTOM_KINDS])
 def test_a_manifest_fits_the_schema_of_kubernetes(name: str) -> None:
-    kubernetes_validate.validate(MANIFESTS[name], KUBERNETES_VERSION, strict=True)
+    assert_fits_kubernetes(MANIFESTS[name])
 
 
 def problem(manifest: Manifest) -> str:
     """List the errors of a custom resource against the schema of its kind."""
     schema = json.loads((Path(__file__).parent / f"schemas/{CUSTOM_KINDS[manifest['kind']]}.schema.json").read_text())
-    error = best_match(Draft7Validator(schema).iter_errors(manifest))
-    return f"{error.json_path}: {error.message}" if error else ""
+    return violation(manifest, schema)
 
 
 @pytest.mark.parametrize("name", [name for name in MANIFESTS if name.split("/")[0] in CUSTOM_KINDS])
@@ -109,7 +105,7 @@ def test_a_spoilt_custom_resource_does_not_fit(name: str) -> None:
 @pytest.mark.parametrize("name", PODS)
 def test_a_pod_template_fits_the_schema_of_kubernetes(name: str) -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", **PODS[name], "metadata": {"name": name, **PODS[name]["metadata"]}}
-    kubernetes_validate.validate(pod, KUBERNETES_VERSION, strict=True)
+    assert_fits_kubernetes(pod)
 
 
 @pytest.mark.parametrize("name", PODS)
@@ -242,7 +238,7 @@ def test_alerts_are_the_rules_of_prometheus() -> None:
 
 def test_the_pod_that_fills_the_data_claim_has_the_rights_of_the_others() -> None:
     pod = yaml.safe_load((FOLDER / "examples/fill-data.yaml").read_text())
-    kubernetes_validate.validate(pod, KUBERNETES_VERSION, strict=True)
+    assert_fits_kubernetes(pod)
     assert pod["spec"]["securityContext"] == PODS["api"]["spec"]["securityContext"]
     (container,) = pod["spec"]["containers"]
     assert container["securityContext"] == next(containers("api"))["securityContext"]
@@ -283,4 +279,4 @@ def test_kustomize_renders_all_of_it() -> None:
         if document["kind"] in CUSTOM_KINDS:
             assert problem(document) == ""
         else:
-            kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
+            assert_fits_kubernetes(document)

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import yaml
 from grafana_foundation_sdk.models.dashboard import Dashboard
-from jsonschema import Draft7Validator
-from jsonschema.exceptions import best_match
 
 from deploy.grafana import fleet, job, levels
 from deploy.grafana.generate import BOARDS, FOLDER, generated
@@ -19,6 +17,7 @@ from octet.api_schemas import JobState
 from octet.client.render import STATE_STYLES
 from octet.service.telemetry import jobs as telemetry
 from octet.worker.metrics import exporter
+from tests.kit.schemas import violation
 from tests.observability.dcgm import DEFAULT_COUNTERS, LABELS, PROFILING_COUNTERS
 from tests.observability.live import DCGM, ROOT
 
@@ -66,8 +65,7 @@ def test_uids_never_change() -> None:
 
 def problem(dashboard: dict[str, Any]) -> str:
     """Return the first violation of Grafana's schema; empty if there is none."""
-    error = best_match(Draft7Validator(SCHEMA).iter_errors(dashboard | {"panels": unfolded(dashboard)}))
-    return f"{error.json_path}: {error.message}" if error else ""
+    return violation(dashboard | {"panels": unfolded(dashboard)}, SCHEMA)
 
 
 def unfolded(dashboard: dict[str, Any]) -> list[dict[str, Any]]:

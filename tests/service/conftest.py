@@ -19,6 +19,7 @@ from octet.service.db.engine import Database
 from octet.service.db.tables import Base, TallyRow
 from octet.service.jobs.check_processes import CheckProcesses
 from octet.service.settings import Settings
+from tests.service.databases import DATABASES
 from tests.service.postgres_server import server_or_skip
 from tests.service.world import TurnedClock, World
 
@@ -64,7 +65,7 @@ def postgres_database(postgres_url: str) -> Iterator[Database]:
     database.close()
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+@pytest.fixture(params=DATABASES)
 def database_url(request: pytest.FixtureRequest) -> Iterator[str]:
     """An empty, migrated database of each kind."""
     if request.param == "postgres":

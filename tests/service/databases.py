@@ -2,9 +2,15 @@
 
 import pytest
 
+DATABASES = ["sqlite", pytest.param("postgres", marks=(pytest.mark.postgres, pytest.mark.system))]
+"""What tests of the service run on: SQLite in `make test`, PostgreSQL in `make test-system`."""
 ON_SQLITE = pytest.mark.parametrize(
     "database_url",
     ["sqlite", pytest.param("postgres", marks=(pytest.mark.postgres, pytest.mark.matrix))],
     indirect=True,
 )
 """For what no database can change, and whose statements other tests send to both: PostgreSQL only in `make test-matrix`."""
+ON_BOTH = pytest.mark.parametrize(
+    "database_url", ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)], indirect=True
+)
+"""For the test that stands for the others: both databases in `make test`."""

@@ -17,7 +17,7 @@ from octet.service.db.engine import Database
 from octet.service.db.migrate import NewerSchema, known_revisions, upgrade
 from octet.service.db.tables import Base
 from tests.service.conftest import POOLS
-from tests.service.databases import ON_SQLITE
+from tests.service.databases import DATABASES, ON_SQLITE
 from tests.service.invariants import check_invariants, check_tallies
 from tests.service.test_delete import finish
 from tests.service.world import TurnedClock, World
@@ -32,7 +32,7 @@ def tmp_path(fast_dir: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+@pytest.fixture(params=DATABASES)
 def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A database of each kind in which nothing is yet, not even tables."""
     if request.param == "sqlite":

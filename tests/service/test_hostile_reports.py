@@ -77,7 +77,7 @@ CASES = [
             bodies,
             "postgres",
             id=f"{name}-postgres",
-            marks=(pytest.mark.postgres, *([] if name in STORED else [pytest.mark.matrix])),
+            marks=(pytest.mark.postgres, pytest.mark.system if name in STORED else pytest.mark.matrix),
         )
         for name, bodies in HOSTILE.items()
     ),

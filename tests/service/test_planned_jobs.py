@@ -327,6 +327,7 @@ def test_states_alone_refuse_without_a_trace(world: World, spec_document: Docume
 
 
 @pytest.mark.slow
+@pytest.mark.system
 @ON_SQLITE
 def test_the_process_chooses_the_first_level_whose_upper_bound_fits(
     world: World, spec_document: Document, monkeypatch: pytest.MonkeyPatch

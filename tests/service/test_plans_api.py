@@ -72,6 +72,7 @@ def test_validate_says_what_a_rank_would_hold(client: TestClient, spec_document:
 
 
 @pytest.mark.slow
+@pytest.mark.system
 def test_a_process_traces_peaks_and_is_started_again_after_it_was_killed(
     settings: Settings, spec_document: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from octet.service.dispatcher import launch, place, release, watch
 from octet.service.errors import IllegalTransition, ServiceError
 from octet.service.settings import Settings
 from tests.service.conftest import POOLS, empty
+from tests.service.databases import ON_BOTH
 from tests.service.invariants import Kept, check_invariants
 from tests.service.simulation import (
     Cluster,
@@ -201,6 +202,7 @@ class ControlPlane(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
+@ON_BOTH
 @pytest.mark.parametrize("num_lives", [6, pytest.param(100, marks=pytest.mark.matrix)])
 def test_random_lives_keep_every_promise(database_url: str, num_lives: int) -> None:
     class Here(ControlPlane):

@@ -116,7 +116,7 @@ def test_what_initialize_made_can_be_given_to_it(level: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("O2", "O3-split")]
+    [pytest.param("O2", "O3-split", marks=pytest.mark.system)]
     + [
         pytest.param(*pair, marks=pytest.mark.matrix)
         for pair in ((None, "O3"), ("te", "O3"), ("O3", "te"), ("fp16-amp", "O2"), ("O1", "fp16-amp"))

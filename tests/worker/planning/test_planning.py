@@ -45,7 +45,12 @@ def traced(name: str) -> dict[str, Any]:
     return found
 
 
-MARKS = {"saving": (), "llama O3-split": pytest.mark.system, "ZeRO 1": pytest.mark.system, "muon": pytest.mark.system}
+MARKS = {
+    "saving": pytest.mark.system,
+    "llama O3-split": pytest.mark.system,
+    "ZeRO 1": pytest.mark.system,
+    "muon": pytest.mark.system,
+}
 NAMES = [pytest.param(name, marks=MARKS.get(name, pytest.mark.matrix)) for name in CASES]
 
 
@@ -73,7 +78,9 @@ def test_a_trace_holds_what_the_closed_form_says(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "family", [pytest.param("llama", marks=pytest.mark.system), pytest.param("gpt", marks=pytest.mark.matrix)]
+)
 def test_packed_documents_are_traced_without_a_mask(family: str) -> None:
     """A step with documents takes what one without takes, but for their starts and positions."""
     found = traced(f"packed {family}")
