@@ -3,7 +3,7 @@
 import pytest
 
 DATABASES = ["sqlite", pytest.param("postgres", marks=(pytest.mark.postgres, pytest.mark.system))]
-"""What tests of the service run on: SQLite in `make test`, PostgreSQL in `make test-system`."""
+"""For tests of the service: SQLite in `make test`, PostgreSQL in `make test-system`."""
 ON_SQLITE = pytest.mark.parametrize(
     "database_url",
     ["sqlite", pytest.param("postgres", marks=(pytest.mark.postgres, pytest.mark.matrix))],
