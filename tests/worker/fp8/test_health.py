@@ -356,6 +356,7 @@ def test_calm_samples_are_counted_across_a_checkpoint() -> None:
     assert restored[0].fallback is Fallback.NONE
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
 def test_a_compiled_layer_comes_back_too() -> None:
     model, optimizer = make(opt_level="te", auto_filter=False, **RECOVERS)

@@ -157,6 +157,7 @@ def tracing(*names: str) -> Iterator[tuple["subprocess.Popen[str]", IO[str], IO[
 
 
 @pytest.mark.slow
+@pytest.mark.system
 def test_a_child_that_is_killed_is_the_reason_for_one_job_alone() -> None:
     with tracing("killed", "traced") as (process, stdin, stdout, children):
         os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
