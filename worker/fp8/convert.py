@@ -21,6 +21,7 @@ from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.precision import PrecisionSpec
 from octet.api_schemas.recipe import RecipeSpec
 from octet.worker.common.wrap import count_wrappers
+from octet.worker.fp8.attention import computes_by_layers
 from octet.worker.fp8.bf16 import HalfLinear
 from octet.worker.fp8.casts import TRAINABLE_DTYPES
 from octet.worker.fp8.health import StepKeeper
@@ -29,7 +30,8 @@ from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.recipe import Recipe
 from octet.worker.fp8.speedups import Chip, borrowed_table, why_bf16
 
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+CALLERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""torch's own modules that call the linear layers below them."""
 
 
 @dataclass(frozen=True)
@@ -244,9 +246,16 @@ def _why_opaque(name: str, linear: nn.Module, model: nn.Module) -> str | None:
     if dtype not in TRAINABLE_DTYPES:
         return f"its weight is {dtype}; only {', '.join(map(str, TRAINABLE_DTYPES))} are converted"
     owner = model.get_submodule(name.rpartition(".")[0]) if name else model
-    if type(owner).__module__.startswith("torch.nn.modules") and not isinstance(owner, (nn.Linear, *CONTAINERS)):
-        return f"its owner, torch's {type(owner).__name__}, reads the weight itself"
+    if _reads_weights(owner):
+        return f"its owner, a {type(owner).__name__}, reads the weight itself"
     return None
+
+
+def _reads_weights(owner: nn.Module) -> bool:
+    """Return True for a module of torch that multiplies by the weights of its linear layers, and does not call them."""
+    if isinstance(owner, nn.MultiheadAttention):
+        return not computes_by_layers(owner)
+    return type(owner).__module__.startswith("torch.nn.modules") and not isinstance(owner, (nn.Linear, *CALLERS))
 
 
 def _attributes_of_its_own(linear: nn.Module) -> dict[str, Any]:

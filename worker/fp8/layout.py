@@ -11,8 +11,14 @@ from torch import nn
 
 CONV1D = ("transformers.pytorch_utils", "Conv1D")
 """Module and name of the class, which is recognised without importing transformers."""
-PLAIN_SUBCLASSES = frozenset({("transformers.models.falcon.modeling_falcon", "FalconLinear")})
-"""Subclasses of `nn.Linear` that compute what it computes. FalconLinear only rounds before it adds the bias."""
+PLAIN_SUBCLASSES = frozenset(
+    {
+        ("transformers.models.falcon.modeling_falcon", "FalconLinear"),
+        ("torch.nn.modules.linear", "NonDynamicallyQuantizableLinear"),
+    }
+)
+"""Subclasses of `nn.Linear` that compute what it computes. FalconLinear only rounds before it adds the bias; torch's is the
+output of its attention."""
 
 
 class Layout(NamedTuple):

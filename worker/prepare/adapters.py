@@ -24,8 +24,8 @@ from octet.api_schemas.training import AdapterSpec
 from octet.worker.common.errors import InvalidConfig
 from octet.worker.fp8.accelerator import is_accelerator
 from octet.worker.fp8.convert import replaceable_linears, select_layers
-from octet.worker.fp8.experts import stacks_of
 from octet.worker.fp8.layout import layout_of
+from octet.worker.fp8.stacks import stacks_of
 from octet.worker.fp8.stored import CODES, PARTS, exact_state_dict
 
 NAME = "adapters"

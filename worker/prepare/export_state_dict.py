@@ -7,11 +7,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from octet.worker.fp8.experts import Stack, stack_entries, stacks_of
 from octet.worker.fp8.fsdp import holds_codes, is_shard, whole_values
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.loss_scaling import STATE_BUFFER
 from octet.worker.fp8.operand import OperandScaling
+from octet.worker.fp8.stacks import Stack, stack_entries, stacks_of
 from octet.worker.fp8.stored import make_plain
 from octet.worker.fp8.weight import Float8Weight
 
@@ -30,7 +30,7 @@ def plain_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of `plain_state_dict`; a weight is decoded, or gathered, when its turn comes.
 
-    leave_out: names of the model, those of experts by expert.
+    leave_out: names of the model, those of a stack by matrix.
     """
     reader, waiting = reader_of(model), dict[Stack, list[Tensor]]()
     stacks = {part: stack for stack in stacks_of(model) if not leave_out.intersection(stack.parts) for part in stack.parts}
@@ -43,7 +43,7 @@ def plain_tensors(
             continue
         waiting.setdefault(stack, []).append(_plain_values(held, reader, dtype))
         if len(waiting[stack]) == len(stack.parts):
-            yield stack.name, torch.stack(waiting.pop(stack))
+            yield stack.name, stack.joined(waiting.pop(stack))
 
 
 def _plain_values(held: Tensor, reader: "Reader", dtype: torch.dtype) -> Tensor:

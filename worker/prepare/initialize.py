@@ -19,6 +19,7 @@ from torch import nn
 
 from octet.api_schemas.precision import PrecisionSpec
 from octet.worker.fp8.accelerator import run_under_autocast
+from octet.worker.fp8.attention import unstack_attention
 from octet.worker.fp8.casts import guard_casts
 from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.experts import unstack_experts
@@ -142,6 +143,7 @@ def prepare(
         check_optimizer(optimizer, model, precision)
     norms, skipped_norms = select_half_norms(model, optimizer, precision)
     unstack_experts(model, precision, optimizer)
+    unstack_attention(model, precision, optimizer)
     conversion = convert(model, precision, seed=seed, tokens=DEFAULT_TOKENS if tokens is None else tokens, source=source)
     model = conversion.model
 

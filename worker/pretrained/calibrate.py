@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from octet.worker.fp8.experts import stacks_of
+from octet.worker.fp8.stacks import stacks_of
 from octet.worker.pretrained.compressed import ACTIVATION_MAX
 from octet.worker.pretrained.layouts import layout_of_model
 from octet.worker.pretrained.write import layers_in_codes

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octet.worker.fp8.experts import stacks_of
+from octet.worker.fp8.stacks import stacks_of
 from octet.worker.models.gpt import GPT
 from octet.worker.models.llama import Llama
 from octet.worker.models.wrapped import WrappedModel

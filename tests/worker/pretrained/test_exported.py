@@ -11,8 +11,8 @@ from torch import nn
 
 from octet.worker import export, initialize, plain_state_dict
 from octet.worker.common.errors import StorageFull
-from octet.worker.fp8.experts import stack_entries
 from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.stacks import stack_entries
 from tests.kit.pretrained_models import (
     FAMILIES,
     from_pretrained,
