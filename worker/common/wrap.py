@@ -12,6 +12,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
+from types import CodeType
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
@@ -53,6 +54,13 @@ class Wrapper:
             return inspect.signature(type(self.module).forward.__get__(self.module))
         wrapper = getattr(self.inner, "__self__", None)
         return inspect.signature(wrapper if isinstance(wrapper, Wrapper) else self.inner)
+
+    @property
+    def __code__(self) -> CodeType:
+        """The code of the module's own forward, by whose place torch.export names the sizes of inputs."""
+        own: Any = type(self.module).forward if self.inner is None else self.inner
+        code: CodeType = own.__code__
+        return code
 
 
 AnyWrapper = TypeVar("AnyWrapper", bound=Wrapper)
