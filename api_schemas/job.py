@@ -336,4 +336,8 @@ class Job(Contract):
         default=None,
         description="measured over planned bytes: of the peak on cuda, of what is held on cpu; of a job that succeeded",
     )
+    trace_id: str | None = Field(
+        default=None,
+        description="the trace of the request that submitted it, the one of its traceparent; ranks have it in TRACEPARENT",
+    )
     spec: JobSpec

@@ -40,6 +40,9 @@ class LaunchOrder(Contract):
     job_dir: str = Field(description="the job's folder for checkpoints and spools, shared by its workers")
     checkpoints: tuple[CheckpointRef, ...] = Field(description="newest first; the first that passes its check is used")
     trackers: TrackersSpec = Field(default=TrackersSpec(), description="the job's and the operator's")
+    traceparent: str | None = Field(
+        default=None, description="the span of the request that submitted the job; the ranks' TRACEPARENT"
+    )
     lease_s: float
     heartbeat_s: float
 

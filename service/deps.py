@@ -12,6 +12,7 @@ from fastapi import Depends, Header, Request, Security
 from fastapi.openapi.models import HTTPBearer as HTTPBearerModel
 from fastapi.security.base import SecurityBase
 
+from octet.api_schemas.trace_context import TraceContext
 from octet.service.access.authentication import Authentication
 from octet.service.access.principal import Principal, Right
 from octet.service.access.rates import Rates, cost_of
@@ -21,6 +22,7 @@ from octet.service.jobs.admission import Admission
 from octet.service.jobs.planning import Planning
 from octet.service.jobs.rows import RowTotals, Sparklines
 from octet.service.jobs.submissions import Submissions
+from octet.service.logs import add_log_fields
 from octet.service.scheduling.places import QueuePlaces
 from octet.service.settings import Settings
 from octet.service.store.ids import is_id
@@ -80,6 +82,7 @@ class _ApiKey(SecurityBase):
         authentication = context_of(request).authentication
         principal = await authentication.authenticate(request.headers.get("authorization", ""))
         request.state.principal = principal
+        add_log_fields({"principal": principal.name})
         right = self._right or (Right.READ if request.method in {"GET", "HEAD"} else Right.CHANGE)
         if right not in principal.rights:
             raise Forbidden(f"the key of {principal.name} may not {right.name.lower()}; use one with a role that may")
@@ -97,6 +100,12 @@ def principal_of(request: Request) -> Principal:
     """Return the principal that the check of the API key found."""
     principal: Principal = request.state.principal
     return principal
+
+
+def traceparent_of(request: Request) -> str:
+    """Return the `traceparent` of a request's own span, which its job keeps."""
+    trace: TraceContext = request.state.trace
+    return trace.header
 
 
 async def _principal(request: Request) -> Principal:

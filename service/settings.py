@@ -20,6 +20,7 @@ from octet.api_schemas import Files, PoolConfig
 from octet.api_schemas.data.stores import DEFAULT_CACHE_BYTES, StoreAccess
 from octet.api_schemas.keys import DEFAULT_TENANT, TENANT
 from octet.api_schemas.tracking import TrackersSpec
+from octet.service.logs import LogFormat
 
 SHORTEST_API_KEY = 16
 RUNBOOKS = "docs/operations.md"
@@ -44,6 +45,7 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65_535)
     report_url: str = Field(default="", description="base URL of this service as the workers reach it")
 
+    log_format: LogFormat = Field(default="text", description="text, or json: one object a line, for what collects logs")
     runbooks_url: str = Field(default=RUNBOOKS, description="http(s)://… where people read that document; alerts link to it")
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()

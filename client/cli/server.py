@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.text import Text
@@ -16,6 +16,10 @@ DatabaseUrlFile = Annotated[
     Path | None,
     typer.Option("--database-url-file", envvar="OCTET_DATABASE_URL_FILE", help="File with the URL, postgresql://…"),
 ]
+LogFormat = Annotated[
+    Literal["text", "json"] | None,
+    typer.Option("--log-format", envvar="OCTET_LOG_FORMAT", help="The log on stderr; json: one object a line. Default: text."),
+]
 DataDir = Annotated[Path, typer.Option("--data-dir", help="Where the database, checkpoints and logs live.")]
 
 
@@ -27,6 +31,7 @@ def serve(
     pools: Annotated[Path | None, typer.Option("--pools", help="The pools as YAML; default: one of CPUs.")] = None,
     data_root: Annotated[list[Path] | None, typer.Option("--data-root", help="A folder that jobs may read.")] = None,
     slots: Annotated[int | None, typer.Option("--slots", min=1, help="Ranks at once in the cpu pool.")] = None,
+    log_format: LogFormat = None,
 ) -> None:
     """Run Octet on this machine: API, dispatcher, database and a local Ray in one process."""
     require_extras("serve", "service", "worker")
@@ -40,20 +45,20 @@ def serve(
             host=host,
             port=port,
             data_dir=data_dir,
-            api_key_file=api_key_file,
             pools_file=pools,
             data_roots=tuple(data_root or ()),
             slots=slots,
+            others={"api_keys_file": api_key_file, "log_format": log_format},
         )
 
 
-def api(database_url_file: DatabaseUrlFile = None) -> None:
+def api(database_url_file: DatabaseUrlFile = None, log_format: LogFormat = None) -> None:
     """Cluster mode: the API alone, on PostgreSQL. Configured by OCTET_* variables; see docs/deploy.md."""
     require_extras("api", "service")
     with _refusing():
         from octet.service.processes.api import api as run_api
 
-        run_api(database_url_file=database_url_file)
+        run_api(database_url_file=database_url_file, log_format=log_format)
 
 
 def dispatcher(
@@ -69,6 +74,7 @@ def dispatcher(
         str,
         typer.Option("--metrics-address", envvar="OCTET_METRICS_ADDRESS", help="Serve metrics at HOST:PORT; default: nowhere."),
     ] = "",
+    log_format: LogFormat = None,
 ) -> None:
     """Cluster mode: what runs jobs on a Ray cluster. Several may run; one leads. See docs/deploy.md."""
     require_extras("dispatcher", "service")
@@ -81,6 +87,7 @@ def dispatcher(
             database_url_file=database_url_file,
             autoscale=autoscale,
             metrics_address=metrics_address,
+            log_format=log_format,
         )
 
 

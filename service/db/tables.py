@@ -195,6 +195,7 @@ class JobRow(Base):
 
     plan: Mapped[dict[str, Any] | None]
     measured_to_planned: Mapped[float | None]
+    traceparent: Mapped[str | None] = mapped_column(String(55))
 
     @property
     def num_steps(self) -> int | None:
@@ -434,6 +435,7 @@ class ComparisonRow(Base):
     queues_more: Mapped[bool]
     created_at: Mapped[datetime]
     finished_at: Mapped[datetime | None]
+    traceparent: Mapped[str | None] = mapped_column(String(55))
 
 
 class ComparisonChildRow(Base):

@@ -21,6 +21,7 @@ from octet.service.dispatcher.context import DispatcherContext
 from octet.service.jobs import attempts
 from octet.service.jobs.attempts import Ending
 from octet.service.jobs.lifecycle import AttemptEvent, next_attempt_state
+from octet.service.logs import fields_of_job, log_fields
 
 CHECKPOINTS_OFFERED = 10
 CLAIMS_AT_ONCE = 16
@@ -51,7 +52,7 @@ def step(context: DispatcherContext) -> None:
         for job_id in sorted({row.job_id for row in rows}):
             store.jobs.lock_job(session, job_id)  # as all do that lock several jobs, so that none waits for another in a circle
         claims = [claim for row in rows if (claim := _claim(context, session, row.id, now)) is not None]
-    context.each(lambda claim: _launch(context, claim), claims)
+    context.each(lambda claim: _launch_one(context, claim), claims)
 
 
 def _claim(context: DispatcherContext, session: Session, attempt_id: str, now: datetime) -> Claim | None:
@@ -95,9 +96,16 @@ def _order(
         job_dir=str(context.settings.job_dir(job.id)),
         checkpoints=tuple(CheckpointRef(step=row.step, name=row.name, sha256=row.sha256) for row in newest),
         trackers=spec.trackers.with_operators(context.settings.trackers),
+        traceparent=job.traceparent,
         lease_s=context.settings.lease_s,
         heartbeat_s=context.settings.heartbeat_s,
     )
+
+
+def _launch_one(context: DispatcherContext, claim: Claim) -> None:
+    order = claim.order
+    with log_fields(fields_of_job(order.job_id, order.attempt_id, order.traceparent)):
+        _launch(context, claim)
 
 
 def _launch(context: DispatcherContext, claim: Claim) -> None:
@@ -146,6 +154,7 @@ def _apply(context: DispatcherContext, claim: Claim) -> None:
             attempt.released_at = None  # it ended during the launch: `release` has to stop the new processes
         else:
             attempts.launched(session, job, attempt, now)
+            logger.info("job %s (%s): attempt %d is on the cluster", job.id, job.name, attempt.epoch)
 
 
 def _postpone_or_fail(context: DispatcherContext, claim: Claim, error: LauncherError) -> None:

@@ -94,10 +94,11 @@ def _delete_surplus(context: DispatcherContext, table: type[CheckpointRow | Expo
     for job_id, names in registered.items():
         try:
             for name in _delete_unregistered(context.settings.job_dir(job_id) / table.__tablename__, names):
-                logger.info("job %s does not keep %s/%s; its files are deleted", job_id, table.__tablename__, name)
+                words = "job %s does not keep %s/%s; its files are deleted"
+                logger.info(words, job_id, table.__tablename__, name, extra={"job_id": job_id})
         except OSError as error:
-            what = table.__tablename__
-            logger.warning("one of the %s that job %s does not keep stays until it can be deleted: %s", what, job_id, error)
+            words = "one of the %s that job %s does not keep stays until it can be deleted: %s"
+            logger.warning(words, table.__tablename__, job_id, error, extra={"job_id": job_id})
         context.health.progressed()
 
 
@@ -116,5 +117,6 @@ def _delete_unregistered(folder: Path, registered: Mapping[str, datetime]) -> It
 
 
 def _stop(context: DispatcherContext, ref: AttemptRef) -> None:
-    logger.warning("attempt %s has processes and should have none; ending them", ref.attempt_id)
+    words = "attempt %s has processes and should have none; ending them"
+    logger.warning(words, ref.attempt_id, extra={"attempt_id": ref.attempt_id})
     context.launcher.stop(ref, STOP_GRACE_S)

@@ -23,7 +23,8 @@ def _release(context: DispatcherContext, ref: AttemptRef) -> None:
     try:
         context.launcher.stop(ref, STOP_GRACE_S)
     except LauncherError as error:
-        logger.warning("attempt %s keeps its slots until it is known to be gone: %s", ref.attempt_id, error)
+        words = "attempt %s keeps its slots until it is known to be gone: %s"
+        logger.warning(words, ref.attempt_id, error, extra={"attempt_id": ref.attempt_id})
         return
     with context.write() as (session, now):
         locked = store.jobs.lock_attempt(session, ref.attempt_id)

@@ -20,6 +20,7 @@ from octet.service.db.tables import AttemptRow, JobRow
 from octet.service.jobs import retries
 from octet.service.jobs.lifecycle import AttemptEvent, JobEvent, next_attempt_state, next_job_state
 from octet.service.jobs.specs import put_level
+from octet.service.logs import fields_of_job
 from octet.service.store.ids import new_id
 
 START_PHASES: tuple[StartPhase, ...] = get_args(StartPhase)
@@ -84,6 +85,11 @@ def reserve(
     return attempt
 
 
+def log_fields_of(job: JobRow) -> dict[str, str]:
+    """Return what log lines about a job say besides their words."""
+    return fields_of_job(job.id, job.current_attempt_id, job.traceparent)
+
+
 def launched(session: Session, job: JobRow, attempt: AttemptRow, now: datetime) -> None:
     """Note that the cluster has the attempt: the launch returned, or a rank reported before that."""
     was = attempt.state
@@ -117,7 +123,7 @@ def started(
     where = f"after step {resumed_from_step}" if resumed_from_step else "from the beginning"
     message = f"attempt {attempt.epoch} trains {where} on {attempt.node} ({attempt.device})"
     store.jobs.add_event(session, job, now, "attempt.started", message, attempt_id=attempt.id, data=facts)
-    logger.info("job %s (%s) started: %s", job.id, job.name, message)
+    logger.info("job %s (%s) started: %s", job.id, job.name, message, extra=log_fields_of(job))
 
 
 def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, now: datetime) -> None:
@@ -171,7 +177,7 @@ def _requeue(session: Session, job: JobRow, now: datetime, words: str) -> None:
     job.remaining_s = None
     goes_on, data = _next_start(session, job)
     store.jobs.add_event(session, job, now, "job.queued", f"{words}; it goes on {goes_on}", data=data)
-    logger.info("job %s (%s) %s; it goes on %s", job.id, job.name, words, goes_on)
+    logger.info("job %s (%s) %s; it goes on %s", job.id, job.name, words, goes_on, extra=log_fields_of(job))
 
 
 def _measured_to_planned(job: JobRow, summary: JobSummary | None) -> float | None:
@@ -199,7 +205,7 @@ def hold(session: Session, job: JobRow, event: JobEvent, now: datetime) -> None:
     job.remaining_s = None
     goes_on, data = _next_start(session, job)
     store.jobs.add_event(session, job, now, "job.paused", f"the job is paused; it will go on {goes_on}", data=data)
-    logger.info("job %s (%s) is paused; it will go on %s", job.id, job.name, goes_on)
+    logger.info("job %s (%s) is paused; it will go on %s", job.id, job.name, goes_on, extra=log_fields_of(job))
 
 
 def revive(session: Session, job: JobRow, event: JobEvent, now: datetime) -> None:
@@ -226,7 +232,7 @@ def revive(session: Session, job: JobRow, event: JobEvent, now: datetime) -> Non
         message += f", to step {job.num_steps}"
         data["steps"] = job.num_steps
     store.jobs.add_event(session, job, now, "job.queued", message, data=data)
-    logger.info("job %s (%s) is %s", job.id, job.name, message)
+    logger.info("job %s (%s) is %s", job.id, job.name, message, extra=log_fields_of(job))
 
 
 def _next_start(session: Session, job: JobRow) -> tuple[str, dict[str, JsonScalar]]:
@@ -311,7 +317,7 @@ def _end_job(session: Session, job: JobRow, event: JobEvent, now: datetime, why:
     job.remaining_s = None
     because = f": {job.reason.value}{f': {why}'.rstrip('.: ')}. {job.reason.hint}" if job.reason else ""
     store.jobs.add_event(session, job, now, f"job.{job.state.value}", f"the job {_WORDS[job.state]}{because}"[:4096])
-    logger.info("job %s (%s) ended: it %s%s", job.id, job.name, _WORDS[job.state], because)
+    logger.info("job %s (%s) ended: it %s%s", job.id, job.name, _WORDS[job.state], because, extra=log_fields_of(job))
 
 
 _WORDS = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}

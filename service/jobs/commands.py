@@ -77,6 +77,7 @@ def _new_job(request: Request, job_id: str, now: datetime) -> NewJob:
         labels=spec.labels,
         created_at=now,
         cloned_from=request.cloned_from,
+        traceparent=request.traceparent,
     )
 
 
@@ -248,7 +249,7 @@ def delete(session: Session, job_id: str, now: datetime, tenant: str | None = No
     job = _lock(session, job_id, tenant)
     _check_deletable(session, job)
     store.jobs.delete_job(session, job, now)
-    logger.info("job %s (%s) is deleted", job.id, job.name)
+    logger.info("job %s (%s) is deleted", job.id, job.name, extra=attempts.log_fields_of(job))
 
 
 def delete_saved(

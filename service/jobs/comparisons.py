@@ -41,11 +41,18 @@ logger = logging.getLogger(__name__)
 
 
 def submit(
-    session: Session, spec: ComparisonSpec, sent: bytes, key: str | None, tenant: str, now: datetime
+    session: Session,
+    spec: ComparisonSpec,
+    sent: bytes,
+    key: str | None,
+    tenant: str,
+    now: datetime,
+    traceparent: str | None = None,
 ) -> tuple[ComparisonRow, bool]:
     """Store a comparison, or find the one that the tenant used this key for; returns True with the latter.
 
-    Raises IdempotencyMismatch if the key was used for something else.
+    traceparent: the span of the request, which its jobs keep. Raises IdempotencyMismatch if the key was used for something
+    else.
     """
     comparison_id, body_hash = new_id("cmp", now), body_hash_of(sent)
     if key is not None:
@@ -60,6 +67,7 @@ def submit(
         spec=spec.model_dump(mode="json", exclude_unset=True) | {"at_once": spec.at_once},
         queues_more=True,
         created_at=now,
+        traceparent=traceparent,
     )
     session.add(row)
     return row, False
@@ -167,7 +175,7 @@ def queue_next(
     num_alive = sum(child.is_alive for child in store.comparisons.without_outcome(session, row.id))
     missing = [child for child in wanted if child not in present]
     chosen = missing[: max(0, spec.at_once - num_alive)]
-    requests = [Request(spec.child(arm, seed, row.id), tenant=row.tenant) for arm, seed in chosen]
+    requests = [Request(spec.child(arm, seed, row.id), tenant=row.tenant, traceparent=row.traceparent) for arm, seed in chosen]
     submissions = commands.submit_all(session, requests, now, store.jobs.newest_job(session).id) if requests else []
     for (arm, seed), submission in zip(chosen, submissions, strict=True):
         assert not isinstance(submission, IdempotencyMismatch), "a child has no key"

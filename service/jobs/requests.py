@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from octet.service.db.bulk import Transaction, session_of
 from octet.service.db.engine import Database
 from octet.service.db.tables import JobRow
 from octet.service.errors import IdempotencyMismatch
+from octet.service.logs import bound_fields
 from octet.service.store.ids import is_id
 from octet.service.store.jobs import NewJob, TakenKey
 
@@ -37,6 +38,10 @@ class Request:
     """The request as it was sent, in JSON; None for one that was made here."""
     cloned_from: str | None = None
     """The job whose spec it is, with or without changes."""
+    traceparent: str | None = None
+    """The span of the request, which the job keeps."""
+    log_fields: Mapping[str, str] = field(default_factory=bound_fields, compare=False)
+    """The fields of log lines about the request: it may be stored with others, by a thread that has none of them."""
 
     @cached_property
     def spec_text(self) -> str:

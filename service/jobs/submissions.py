@@ -12,6 +12,7 @@ from octet.service.db.engine import Database
 from octet.service.db.group_commit import GroupCommit
 from octet.service.jobs import commands
 from octet.service.jobs.requests import Request, Submission
+from octet.service.logs import fields_of_job
 
 logger = logging.getLogger(__name__)
 
@@ -60,5 +61,7 @@ class Submissions:
             shown = iter(self._show(connection, stored))
         for request, result in stored:
             if not result.replayed:
-                logger.info("job %s (%s) submitted, for pool %s", result.job.id, request.spec.name, request.spec.resources.pool)
+                fields = {**request.log_fields, **fields_of_job(result.job.id, None, request.traceparent)}
+                words = "job %s (%s) submitted, for pool %s"
+                logger.info(words, result.job.id, request.spec.name, request.spec.resources.pool, extra=fields)
         return [Stored(next(shown), result.replayed) if isinstance(result, Submission) else result for result in results]

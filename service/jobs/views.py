@@ -53,6 +53,7 @@ def job(row: ShownRow, queue: QueuePlace | None, spec: JobSpec | None = None) ->
         recipe=spec.precision.resolved_recipe,
         plan=JobPlan.read_stored(row.plan) if row.plan else None,
         measured_to_planned=row.measured_to_planned,
+        trace_id=None if row.traceparent is None else row.traceparent.split("-")[1],
         spec=spec,
     )
 

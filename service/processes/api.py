@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from octet.service.app import create_app
+from octet.service.logs import LogFormat
 from octet.service.processes.schema_watch import ending_on_newer_schema
 from octet.service.processes.server import http_server
 from octet.service.processes.startup import (
@@ -23,15 +24,15 @@ from octet.service.processes.startup import (
 logger = logging.getLogger(__name__)
 
 
-def api(*, database_url_file: Path | None = None) -> None:
+def api(*, database_url_file: Path | None = None, log_format: LogFormat | None = None) -> None:
     """Serve the API until SIGTERM or SIGINT. Raises ValueError for settings that cannot work, OSError for the port.
 
     Raises NewerSchema, a RuntimeError, before and while it serves, once a newer version of Octet has migrated the database.
     """
-    settings = cluster_settings(database_url_file)
+    settings = cluster_settings(database_url_file, log_format)
     end_by_exception()
     os.umask(PRIVATE_UMASK)
-    log_to_stderr()
+    log_to_stderr(settings.log_format)
     database = database_that_answers(settings)
     app = create_app(settings, database=database)
     with listening(settings) as listener:

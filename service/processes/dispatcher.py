@@ -22,6 +22,7 @@ from octet.service.cluster.ray.node import RayNode
 from octet.service.db.engine import Database
 from octet.service.dispatcher import Dispatcher
 from octet.service.dispatcher.loop import Loop
+from octet.service.logs import LogFormat
 from octet.service.processes.schema_watch import ending_on_newer_schema
 from octet.service.processes.startup import (
     PRIVATE_UMASK,
@@ -45,6 +46,7 @@ def dispatch(
     database_url_file: Path | None = None,
     autoscale: bool = False,
     metrics_address: str = "",
+    log_format: LogFormat | None = None,
 ) -> None:
     """Run jobs until SIGTERM or SIGINT; attempts on the cluster go on after that.
 
@@ -53,7 +55,7 @@ def dispatch(
     Raises ValueError for settings that cannot work, OSError for an address of metrics that is taken, and
     NewerSchema, a RuntimeError, before and while it runs, once a newer version of Octet has migrated the database.
     """
-    settings = cluster_settings(database_url_file)
+    settings = cluster_settings(database_url_file, log_format)
     if not settings.report_url:
         raise ValueError("set OCTET_REPORT_URL to the API's base URL as the workers reach it, for example http://api:8000")
     if not ray_token_file.is_file():
@@ -63,7 +65,7 @@ def dispatch(
     node = RayNode(ray_address)
     end_by_exception()
     os.umask(PRIVATE_UMASK)
-    log_to_stderr()
+    log_to_stderr(settings.log_format)
     database = database_that_answers(settings)
     os.environ.update(ray_environment(ray_token_file))  # Ray reads it when it is imported
     without_arrow()

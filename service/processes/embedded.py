@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,18 +44,18 @@ def serve(
     host: str,
     port: int,
     data_dir: Path,
-    api_key_file: Path | None = None,
     pools_file: Path | None = None,
     data_roots: tuple[Path, ...] = (),
     slots: int | None = None,
+    others: Mapping[str, Any] | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve until SIGTERM or SIGINT. others: further settings by their names; None stands for the default.
 
     Raises ValueError for settings that cannot work or a data folder that others can write to, OSError for a port that is
     taken, and RuntimeError for a data folder that another server uses or a database that cannot be written.
     """
     given: dict[str, Any] = {"host": host, "port": port, "data_dir": data_dir.resolve()}
-    given |= {"api_keys_file": api_key_file} if api_key_file else {}
+    given |= {name: value for name, value in (others or {}).items() if value is not None}
     given |= {"data_roots": data_roots} if data_roots else {}
     given |= {"pools_file": pools_file} if pools_file else {}
     given |= {"pools": (default_pool(slots),)} if slots and not pools_file else {}
@@ -63,7 +63,7 @@ def serve(
     _check_roots(data_roots)
     # Every thread inherits the mask, so it is set before the first one starts; `run` alone waits for the signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-    log_to_stderr()
+    log_to_stderr(settings.log_format)
     with listening(settings) as listener:
         private_folder(settings.data_dir)
         former_pid = hold_serve_lock(settings.data_dir)

@@ -20,12 +20,14 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from octet.service.cluster.ray.embedded import hold_serve_lock
 from octet.service.db.engine import LOCK_TIMEOUT_S, Database
+from octet.service.logs import JsonLines, LogFormat
 from octet.service.processes.sockets import bound
 from octet.service.settings import Settings
 
 SHUTDOWN_S = 3
 PRIVATE_UMASK = 0o077
 _LONGEST_WAIT_S = 5.0
+_LINE_OF_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +41,13 @@ def checked_settings(given: dict[str, Any]) -> Settings:
         raise ValueError("; ".join(problems).replace("Value error, ", "")) from error
 
 
-def cluster_settings(database_url_file: Path | None) -> Settings:
+def cluster_settings(database_url_file: Path | None, log_format: LogFormat | None = None) -> Settings:
     """Read the settings of cluster mode from the environment; the file, if given, holds the database URL.
 
     Raises ValueError without a database that several processes can share.
     """
     url = _read(database_url_file) if database_url_file else None
-    settings = checked_settings({"database_url": url} if url else {})
+    settings = checked_settings(({"database_url": url} if url else {}) | ({"log_format": log_format} if log_format else {}))
     if not settings.database_url.startswith("postgresql"):
         raise ValueError(
             "cluster mode needs a PostgreSQL database: set OCTET_DATABASE_URL=postgresql://…, or OCTET_DATABASE_URL_FILE to a "
@@ -94,9 +96,15 @@ def freeze_what_is_there() -> None:
     gc.freeze()
 
 
-def log_to_stderr() -> None:
-    """Send the log of the whole process to stderr, from INFO upwards. Alembic's lines about its plugins are left out."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+def log_to_stderr(log_format: LogFormat = "text") -> None:
+    """Send the log of the whole process to stderr, from INFO upwards. Alembic's lines about its plugins are left out.
+
+    In JSON, Python's warnings are lines of the log too.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if log_format == "json" else logging.Formatter(_LINE_OF_TEXT))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
+    logging.captureWarnings(log_format == "json")
     logging.getLogger("alembic").setLevel(logging.WARNING)
 
 

@@ -21,6 +21,7 @@ from octet.service.deps import (
     VisibleTenantDep,
     context_of,
     principal_of,
+    traceparent_of,
 )
 from octet.service.errors import InvalidRequest, NotFound, ServiceError
 from octet.service.http.bodies import body_of, read_json
@@ -57,7 +58,7 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
     Every arm is checked as a job of its own. 201 means that it is stored and goes on, even if the service is killed.
     """
     context, spec = context_of(http_request), await read_json(http_request, ComparisonSpec)
-    sent, tenant = await http_request.body(), principal_of(http_request).tenant
+    sent, tenant, traceparent = await http_request.body(), principal_of(http_request).tenant, traceparent_of(http_request)
 
     def is_replay(key: str) -> bool:
         with context.database.read() as session:
@@ -66,7 +67,7 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
     def stored() -> tuple[Comparison, bool]:
         with context.database.write() as session:
             now = context.database.now(session)
-            row, replayed = comparisons.submit(session, spec, sent, idempotency_key, tenant, now)
+            row, replayed = comparisons.submit(session, spec, sent, idempotency_key, tenant, now, traceparent)
             return comparisons.shown(row), replayed
 
     try:

@@ -23,6 +23,7 @@ from octet.service.deps import (
     VisibleTenantDep,
     context_of,
     principal_of,
+    traceparent_of,
 )
 from octet.service.errors import InvalidRequest, NotFound, ServiceError
 from octet.service.http.bodies import PATCH_OF_SPEC, body_of, read_json, read_patch
@@ -54,7 +55,7 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
     """Submit a job. 201 means that it is stored and will run, even if the service is killed after that."""
     context = context_of(http_request)
     spec, sent = await read_json(http_request, JobSpec), await http_request.body()
-    request = Request(spec, idempotency_key, principal_of(http_request).tenant, sent)
+    request = Request(spec, idempotency_key, principal_of(http_request).tenant, sent, traceparent=traceparent_of(http_request))
     return accepted(await _store_checked(request, context), context)
 
 
@@ -89,7 +90,8 @@ async def clone(http_request: HttpRequest, job_id: JobIdDep, idempotency_key: Id
     context, patch = context_of(http_request), await read_patch(http_request, JobSpec)
     source = await run_sync(_spec_of, context, job_id, principal_of(http_request).visible_tenant)
     sent = b'{"clone": "%s", "patch": %s}' % (job_id.encode(), await http_request.body() or b"{}")
-    request = Request(changed(source, patch), idempotency_key, principal_of(http_request).tenant, sent, cloned_from=job_id)
+    tenant, traceparent = principal_of(http_request).tenant, traceparent_of(http_request)
+    request = Request(changed(source, patch), idempotency_key, tenant, sent, job_id, traceparent)
     return accepted(await _store_checked(request, context), context)
 
 

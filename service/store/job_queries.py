@@ -54,6 +54,7 @@ class ShownRow(NamedTuple):
     warmed_up_at: datetime | None = None
     plan: dict[str, Any] | None = None
     measured_to_planned: float | None = None
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,8 @@ class JobFilter:
 
 def shown_as_new(job: NewJob) -> ShownRow:
     """Return the row of a job that was just added, as `find_job` would read it."""
-    return ShownRow(
-        job.id, job.name, job.tenant, JobState.QUEUED, DesiredState.RUN, job.pool, job.priority, job.spec_text, job.created_at
-    )
+    given = (job.id, job.name, job.tenant, JobState.QUEUED, DesiredState.RUN, job.pool, job.priority, job.spec_text)
+    return ShownRow(*given, job.created_at, traceparent=job.traceparent)
 
 
 def find_job(session: Session, job_id: str, tenant: str | None = None) -> ShownRow | None:

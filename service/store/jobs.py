@@ -108,7 +108,10 @@ _ATTEMPTS_WITH_JOBS = (
 
 
 class NewJob(NamedTuple):
-    """A job to add to the queue. spec_text: its spec as JSON. cloned_from: the job whose spec it took."""
+    """A job to add to the queue. spec_text: its spec as JSON. cloned_from: the job whose spec it took.
+
+    traceparent: the span of the request.
+    """
 
     id: str
     name: str
@@ -122,6 +125,7 @@ class NewJob(NamedTuple):
     labels: dict[str, str]
     created_at: datetime
     cloned_from: str | None
+    traceparent: str | None
 
 
 def add_jobs(transaction: Transaction, jobs: Sequence[NewJob], now: datetime) -> None:
@@ -129,8 +133,8 @@ def add_jobs(transaction: Transaction, jobs: Sequence[NewJob], now: datetime) ->
     events: list[tuple[Any, ...]] = []
     rows: list[tuple[Any, ...]] = []
     for job, event_id in zip(jobs, new_ids("evt", now, len(jobs)), strict=True):
-        *others, _, created_at, cloned_from = job
-        rows.append((*others, created_at, created_at))
+        *others, _, created_at, cloned_from, traceparent = job
+        rows.append((*others, created_at, created_at, traceparent))
         origin = f", as a clone of {cloned_from}" if cloned_from is not None else ""
         events.append((event_id, job.id, now, f"accepted into pool {job.pool!r} with priority {job.priority}{origin}"))
     labels = [(job.id, key, value) for job in jobs for key, value in job.labels.items()]
@@ -153,7 +157,10 @@ _OF_ALL_NEW: dict[str, str | int | None] = {
     "last_event_seq": 1,
     "last_log_seq": 0,
 }
-_OF_SOME = {"id", "name", "tenant", "pool", "workers", "min_workers", "priority", "level", "spec", "created_at", "queued_at"}
+_OF_SOME = {
+    *("id", "name", "tenant", "pool", "workers", "min_workers", "priority", "level", "spec", "created_at", "queued_at"),
+    "traceparent",
+}
 _NEW_JOBS = Rows(
     _TABLES[JobRow.__tablename__],
     as_text=["spec"],

@@ -52,6 +52,8 @@ def test_a_job_runs_and_everything_about_it_comes_back(server: Server, spec_docu
     messages = [line.message for line in server.client.logs(job.id)]
     assert any(message.startswith("model: ") for message in messages)
     assert any(message.startswith("step 1: loss ") for message in messages)
+    assert job.trace_id is not None
+    assert any(message.startswith(f"traceparent: 00-{job.trace_id}-") for message in messages)
     assert messages[-1].startswith("finished 6 steps: training loss ")
     assert job.start is not None
     *moments, warmed_up_at = job.start.model_dump().values()

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 ALLOCATOR = "expandable_segments:True"
 """Settings of torch's allocator in every rank, in the words of PYTORCH_ALLOC_CONF."""
+TRACE_VARIABLE = "TRACEPARENT"
+"""The name under which OpenTelemetry passes on a span to a process."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 logger = logging.getLogger(__name__)
@@ -72,11 +74,14 @@ class Outcome:
 
 def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
     """Run one rank of an attempt and report to the control plane."""
+    enter_trace(order.traceparent)
     metrics = Metrics()
     with HttpReporter(order, env.rank) as reporter, exported(metrics, reporter.send, order.report_url):
         handler = ReportHandler(reporter)
         _log_to(handler)
         try:
+            if order.traceparent is not None:
+                logger.info("traceparent: %s", order.traceparent)
             if env.reports:
                 reporter.send(PhaseReport(phase="placed"), at=placed_at)
                 reporter.send(PhaseReport(phase="process_up"))
@@ -91,6 +96,13 @@ def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
             return outcome
         finally:
             logging.getLogger().removeHandler(handler)
+
+
+def enter_trace(traceparent: str | None) -> None:
+    """Put the job's span into the environment, where instruments look for their parent; a server's own is none of the job."""
+    os.environ.pop(TRACE_VARIABLE, None)
+    if traceparent is not None:
+        os.environ[TRACE_VARIABLE] = traceparent
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from octet.api_schemas import JobSpec, StepReport
 from octet.api_schemas.report import ReportBody
 from octet.worker.common.config import RankEnv, resolve
-from octet.worker.rank.main import main, run_lines
+from octet.worker.rank.main import TRACE_VARIABLE, enter_trace, main, run_lines
 from octet.worker.reporting.reporter import StepLines
 
 SPEC: dict[str, Any] = {
@@ -79,3 +80,12 @@ def test_a_wrong_job_file_is_answered_by_the_table_of_intents(tmp_path: Path, ca
     assert main([str(tmp_path / "job.json"), "--job-dir", str(tmp_path / "run")]) == 2
     assert "O2: O1 with an FP8 first" in caplog.text
     assert "Set training.optimizer.learning_rate: 0.1." in caplog.text
+
+
+def test_the_environment_has_the_span_of_the_job_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRACE_VARIABLE, "of the shell that started the server")
+    of_job = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    enter_trace(of_job)
+    assert os.environ[TRACE_VARIABLE] == of_job
+    enter_trace(None)
+    assert TRACE_VARIABLE not in os.environ
