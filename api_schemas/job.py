@@ -15,6 +15,7 @@ from octet.api_schemas.layout import BatchDivision, Layout, ParallelismSpec
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models import ModelSizes, ModelSpec
 from octet.api_schemas.precision import LevelName, PrecisionSpec
+from octet.api_schemas.quotas import NORMAL_PRIORITY, Priority
 from octet.api_schemas.recipe import RecipeSpec
 from octet.api_schemas.resources import LabelKey, ResourceSpec
 from octet.api_schemas.rules.table import check_job
@@ -65,7 +66,9 @@ class JobSpec(Contract):
     training: TrainingSpec
     parallelism: ParallelismSpec = ParallelismSpec()
     resources: ResourceSpec = ResourceSpec()
-    priority: int = Field(default=50, ge=0, le=100, description="100 goes first")
+    priority: Priority = Field(
+        default=NORMAL_PRIORITY, description="100 goes first; how high it may be depends on the key's role"
+    )
     retry: RetrySpec = RetrySpec()
     export: ExportSpec | None = Field(default=None, description="write what was trained for servers of models; default: no")
     labels: Labels = Field(default_factory=dict, max_length=64)
@@ -188,7 +191,7 @@ class LimitChange(Contract):
 class JobChange(Contract):
     """A change of a job that is stored, as a JSON merge patch: what is left out stays as it is."""
 
-    priority: int | None = Field(default=None, ge=0, le=100, description="100 goes first; of a job that is not over")
+    priority: Priority | None = Field(default=None, description="100 goes first; of a job that is not over")
     labels: dict[LabelKey, LabelText | None] | None = Field(
         default=None, max_length=64, description="labels to set; null removes one"
     )

@@ -12,6 +12,7 @@ from fastapi import Depends, Header, Request, Security
 from fastapi.openapi.models import HTTPBearer as HTTPBearerModel
 from fastapi.security.base import SecurityBase
 
+from octet.api_schemas.quotas import HIGHEST_PRIORITY
 from octet.api_schemas.trace_context import TraceContext
 from octet.service.access.authentication import Authentication
 from octet.service.access.principal import Principal, Right
@@ -106,6 +107,19 @@ def traceparent_of(request: Request) -> str:
     """Return the `traceparent` of a request's own span, which its job keeps."""
     trace: TraceContext = request.state.trace
     return trace.header
+
+
+def most_priority_of(request: Request) -> int:
+    """Return the highest priority that the principal of a request may ask for: the operator any, others by their role."""
+    principal = principal_of(request)
+    return HIGHEST_PRIORITY if principal.sees_all else context_of(request).settings.quotas.most_priority(principal.role)
+
+
+async def _most_priority(request: Request) -> int:
+    return most_priority_of(request)
+
+
+MostPriorityDep = Annotated[int, Depends(_most_priority)]
 
 
 async def _principal(request: Request) -> Principal:

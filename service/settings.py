@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from octet.api_schemas import Files, PoolConfig
 from octet.api_schemas.data.stores import DEFAULT_CACHE_BYTES, StoreAccess
 from octet.api_schemas.keys import DEFAULT_TENANT, TENANT
+from octet.api_schemas.quotas import Quotas
 from octet.api_schemas.tracking import TrackersSpec
 from octet.service.logs import LogFormat
 
@@ -62,6 +63,11 @@ class Settings(BaseSettings):
     data_cache_bytes: int = Field(default=DEFAULT_CACHE_BYTES, ge=0, description="most bytes in data_cache_dir of a node")
     pools: tuple[PoolConfig, ...] = Field(default_factory=lambda: (default_pool(),))
     pools_file: Path | None = Field(default=None, description="YAML: a list of pools, or a mapping with key 'pools'")
+
+    quotas: Quotas = Quotas()
+    quotas_file: Path | None = Field(
+        default=None, description="YAML: the priorities that roles may ask for, and tenants' quotas"
+    )
 
     free_space_bytes: int = Field(
         default=1 << 30, ge=0, description="a job that found the disk full starts again once this much is free in data_dir"
@@ -124,6 +130,8 @@ class Settings(BaseSettings):
     def _read_files(cls, values: dict[str, Any]) -> dict[str, Any]:
         if values.get("pools_file"):
             values["pools"] = _pools_of(Path(values["pools_file"]))
+        if values.get("quotas_file"):
+            values["quotas"] = _quotas_of(Path(values["quotas_file"]))
         if values.get("api_keys_file"):
             values["api_keys"] = (*_keys_of(Path(values["api_keys_file"])), *cls._parts_by_comma(values.get("api_keys", ())))
         return values
@@ -221,11 +229,25 @@ class Settings(BaseSettings):
         return self.data_dir.resolve() / "jobs" / job_id
 
 
-def _pools_of(path: Path) -> tuple[PoolConfig, ...]:
+def _document_of(name: str, path: Path) -> Any:
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"pools_file {str(path)!r} cannot be read as YAML: {error}") from error
+        raise ValueError(f"{name} {str(path)!r} cannot be read as YAML: {error}") from error
+
+
+def _quotas_of(path: Path) -> Quotas:
+    try:
+        return Quotas.model_validate(_document_of("quotas_file", path) or {})
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, detail['loc']))}: {detail['msg'].removeprefix('Value error, ')}" for detail in error.errors()
+        )
+        raise ValueError(f"quotas_file {str(path)!r} has no quotas: {problems}") from error
+
+
+def _pools_of(path: Path) -> tuple[PoolConfig, ...]:
+    document = _document_of("pools_file", path)
     pools = document.get("pools") if isinstance(document, dict) else document
     try:
         return TypeAdapter(tuple[PoolConfig, ...]).validate_python(pools)

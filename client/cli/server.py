@@ -29,6 +29,9 @@ def serve(
     data_dir: DataDir = Path("octet-data"),
     api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="API keys, one per line.")] = None,
     pools: Annotated[Path | None, typer.Option("--pools", help="The pools as YAML; default: one of CPUs.")] = None,
+    quotas: Annotated[
+        Path | None, typer.Option("--quotas", envvar="OCTET_QUOTAS_FILE", help="Quotas of roles and tenants, as YAML.")
+    ] = None,
     data_root: Annotated[list[Path] | None, typer.Option("--data-root", help="A folder that jobs may read.")] = None,
     slots: Annotated[int | None, typer.Option("--slots", min=1, help="Ranks at once in the cpu pool.")] = None,
     log_format: LogFormat = None,
@@ -48,7 +51,7 @@ def serve(
             pools_file=pools,
             data_roots=tuple(data_root or ()),
             slots=slots,
-            others={"api_keys_file": api_key_file, "log_format": log_format},
+            others={"api_keys_file": api_key_file, "quotas_file": quotas, "log_format": log_format},
         )
 
 

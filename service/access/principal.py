@@ -28,13 +28,14 @@ _OF_KEY_FILES = frozenset({Right.READ, Right.CHANGE, Right.SCRAPE})
 class Principal:
     """Who sends a request.
 
-    `sees_all` is true for the operator, who acts for every tenant. `key_hash` is set for a key of the database alone, which
-    may be revoked while its principal is at work.
+    `role`: admin for the operator, submitter for the tenant of a key file. `sees_all` is true for the operator, who acts for
+    every tenant. `key_hash` is set for a key of the database alone, which may be revoked while its principal is at work.
     """
 
     name: str
     tenant: str
     rights: frozenset[Right]
+    role: KeyRole
     sees_all: bool = False
     key_hash: bytes | None = field(default=None, repr=False)
 
@@ -48,7 +49,7 @@ def of_key_file(tenant: str) -> Principal:
     """Return the principal of a key that the server was started with. One without a name is the operator's."""
     if tenant == DEFAULT_TENANT:
         return operator("the operator's key")
-    return Principal(f"the key of {tenant}", tenant, _OF_KEY_FILES)
+    return Principal(f"the key of {tenant}", tenant, _OF_KEY_FILES, KeyRole.SUBMITTER)
 
 
 def of_stored_key(key_id: str, name: str, tenant: str, role: KeyRole, key_hash: bytes) -> Principal:
@@ -56,9 +57,9 @@ def of_stored_key(key_id: str, name: str, tenant: str, role: KeyRole, key_hash: 
     name = f"{name} ({key_id})"
     if (tenant, role) == (DEFAULT_TENANT, KeyRole.ADMIN):
         return operator(name, key_hash)
-    return Principal(name, tenant, RIGHTS[role], key_hash=key_hash)
+    return Principal(name, tenant, RIGHTS[role], role, key_hash=key_hash)
 
 
 def operator(name: str, key_hash: bytes | None = None) -> Principal:
     """Return a principal who may do everything for every tenant."""
-    return Principal(name, DEFAULT_TENANT, frozenset(Right), sees_all=True, key_hash=key_hash)
+    return Principal(name, DEFAULT_TENANT, frozenset(Right), KeyRole.ADMIN, sees_all=True, key_hash=key_hash)

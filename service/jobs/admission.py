@@ -53,9 +53,13 @@ class Admission:
         self._threads = CapacityLimiter(CHECKS_AT_ONCE)
         self._checking: dict[Hashable, _Checking] = {}
 
-    async def check(self, spec: JobSpec, tenant: str) -> None:
-        """Check a job of a tenant. Raises InvalidRequest, NotReady if no turn comes in time, and TooManyRequests."""
+    async def check(self, spec: JobSpec, tenant: str, most_priority: int) -> None:
+        """Check a job of a tenant. most_priority: the highest that may be asked for.
+
+        Raises InvalidRequest, NotReady if no turn comes in time, and TooManyRequests.
+        """
         check_options(spec, self._settings)
+        check_priority(spec.priority, most_priority)
         _check_limits(spec, tenant, self._settings)
         inputs = inputs_of(spec)
         key, now_s = (tenant, inputs.key), time.monotonic()
@@ -92,6 +96,17 @@ def check_options(spec: JobSpec, settings: Settings) -> None:
     _check_level(spec, settings)
     if conflict := check_without_effect(spec):
         refuse(conflict.field, conflict.got, conflict.allowed, conflict.change)
+
+
+def check_priority(priority: int, most: int) -> None:
+    """Refuse a priority above the highest that the caller's role may ask for."""
+    if priority > most:
+        refuse(
+            "priority",
+            str(priority),
+            f"at most {most} for the role of your key",
+            "Lower priority (of a job that is over: clone it), or have somebody with a higher role do this.",
+        )
 
 
 def _check_limits(spec: JobSpec, tenant: str, settings: Settings) -> None:

@@ -9,11 +9,13 @@ from sqlalchemy.orm import Session
 
 from octet.api_schemas import AttemptState, DesiredState, ExportSpec, JobChange, JobSpec, JobState, JsonScalar, Violation
 from octet.api_schemas.keys import DEFAULT_TENANT
+from octet.api_schemas.quotas import HIGHEST_PRIORITY
 from octet.service import store
 from octet.service.db.bulk import Transaction
 from octet.service.db.tables import JobRow
 from octet.service.errors import IdempotencyMismatch, IllegalTransition, InvalidRequest, NotFound
 from octet.service.jobs import attempts
+from octet.service.jobs.admission import check_priority
 from octet.service.jobs.attempts import Ending
 from octet.service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
 from octet.service.jobs.requests import Request, Submission, earlier, take_keys
@@ -142,12 +144,19 @@ def _check_limit(session: Session, job: JobRow, now: datetime) -> None:
         )
 
 
-def retry(session: Session, job_id: str, now: datetime, tenant: str | None = None, steps: int | None = None) -> JobRow:
+def retry(
+    session: Session,
+    job_id: str,
+    now: datetime,
+    tenant: str | None = None,
+    steps: int | None = None,
+    most_priority: int = HIGHEST_PRIORITY,
+) -> JobRow:
     """Put a job that failed or was cancelled back into the queue. It goes on from its newest checkpoint.
 
     steps: go on to this step, which is later than its last one; so does a job that has succeeded. A job that waits or runs,
-    to that step if one is given, stays as it is. Raises NotFound, also for another tenant's job, IllegalTransition, and
-    InvalidRequest for steps that the job cannot have.
+    to that step if one is given, stays as it is. most_priority: the highest that the caller may ask for. Raises NotFound, also
+    for another tenant's job, IllegalTransition, and InvalidRequest for steps or a priority that the job cannot have.
     """
     job = _lock(session, job_id, tenant)
     event = JobEvent.RETRY if steps is None else JobEvent.EXTEND
@@ -155,6 +164,7 @@ def retry(session: Session, job_id: str, now: datetime, tenant: str | None = Non
     if is_live and steps in (None, job.spec["training"]["steps"]):
         return job
     next_job_state(job.state, event)
+    check_priority(job.priority, most_priority)
     _check_limit(session, job, now)
     _check_no_files_go(session, job)
     if steps is not None:
@@ -191,8 +201,17 @@ def export(session: Session, job_id: str, wanted: ExportSpec, now: datetime, ten
     return job
 
 
-def change(session: Session, job_id: str, wanted: JobChange, now: datetime, tenant: str | None = None) -> JobRow:
+def change(
+    session: Session,
+    job_id: str,
+    wanted: JobChange,
+    now: datetime,
+    tenant: str | None = None,
+    most_priority: int = HIGHEST_PRIORITY,
+) -> JobRow:
     """Change the priority, the labels and the level of a job. What it has already changes nothing.
+
+    most_priority: the highest that the caller may ask for.
 
     A job that trains saves a checkpoint, and goes on from it at the new level. Raises NotFound, also for another tenant's job,
     IllegalTransition for the priority of a job that is over and for the level of one that has succeeded, is being stopped or
@@ -205,6 +224,7 @@ def change(session: Session, job_id: str, wanted: JobChange, now: datetime, tena
     if wanted.priority is not None and wanted.priority != job.priority:
         if job.state.is_terminal:
             raise IllegalTransition(f"the job is {job.state.value}: its priority has no effect. Retry it first, or clone it.")
+        check_priority(wanted.priority, most_priority)
         patch["priority"] = wanted.priority
         words.append(f"priority is {wanted.priority}, was {job.priority}")
     labels = {key: value for key, value in (wanted.labels or {}).items() if spec.labels.get(key) != value}

@@ -20,6 +20,7 @@ from octet.service.deps import (
     IdempotencyKeyDep,
     VisibleTenantDep,
     context_of,
+    most_priority_of,
     principal_of,
     traceparent_of,
 )
@@ -71,7 +72,7 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
             return comparisons.shown(row), replayed
 
     try:
-        await _check_children(context, spec, tenant)
+        await _check_children(context, spec, tenant, most_priority_of(http_request))
     except ServiceError:
         # What was accepted is the same comparison again, whatever has become of its files.
         if idempotency_key is None or not await run_sync(is_replay, idempotency_key):
@@ -82,7 +83,7 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
     return as_json(comparison, 201, headers)
 
 
-async def _check_children(context: AppContext, spec: ComparisonSpec, tenant: str) -> None:
+async def _check_children(context: AppContext, spec: ComparisonSpec, tenant: str, most_priority: int) -> None:
     """Check the job of each arm as a submission does. Raises InvalidRequest with the path of the field in the comparison.
 
     That arms are the same job is no rule of the contract: with other defaults, a later version has to read what is stored.
@@ -97,7 +98,7 @@ async def _check_children(context: AppContext, spec: ComparisonSpec, tenant: str
             )
             raise InvalidRequest.of((Violation(field="vary", got=got, allowed="each job once", message=message),))
         try:
-            await context.admission.check(child, tenant)
+            await context.admission.check(child, tenant, most_priority)
         except InvalidRequest as error:
             raise type(error).of(tuple(_moved(each, spec.arms[arm].name) for each in error.errors)) from error
 

@@ -19,9 +19,10 @@ from octet.service.deps import (
     AppContextDep,
     IdempotencyKeyDep,
     JobIdDep,
-    PrincipalDep,
+    MostPriorityDep,
     VisibleTenantDep,
     context_of,
+    most_priority_of,
     principal_of,
     traceparent_of,
 )
@@ -56,12 +57,12 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
     context = context_of(http_request)
     spec, sent = await read_json(http_request, JobSpec), await http_request.body()
     request = Request(spec, idempotency_key, principal_of(http_request).tenant, sent, traceparent=traceparent_of(http_request))
-    return accepted(await _store_checked(request, context), context)
+    return accepted(await _store_checked(request, context, most_priority_of(http_request)), context)
 
 
-async def _store_checked(request: Request, context: AppContext) -> Stored:
+async def _store_checked(request: Request, context: AppContext, most_priority: int) -> Stored:
     try:
-        await context.admission.check(request.spec, request.tenant)
+        await context.admission.check(request.spec, request.tenant, most_priority)
     except ServiceError:
         # What was accepted is the same job again, whatever has become of its files.
         if request.idempotency_key is None or not await run_sync(requests.is_replay, context.database, request):
@@ -70,10 +71,10 @@ async def _store_checked(request: Request, context: AppContext) -> Stored:
 
 
 @router.post("/validate", operation_id="validate_job", responses=answers(400, 413, 422), openapi_extra=body_of(JobSpec))
-async def validate(http_request: HttpRequest, context: AppContextDep, principal: PrincipalDep) -> ValidatedJob:
+async def validate(http_request: HttpRequest, context: AppContextDep, most_priority: MostPriorityDep) -> ValidatedJob:
     """Check a job as a submission does, without submitting it. The answer says what it would run as, and hold."""
     spec = await read_json(http_request, JobSpec)
-    await context.admission.check(spec, principal.tenant)
+    await context.admission.check(spec, principal_of(http_request).tenant, most_priority)
     return await run_sync(validated, spec)
 
 
@@ -92,7 +93,7 @@ async def clone(http_request: HttpRequest, job_id: JobIdDep, idempotency_key: Id
     sent = b'{"clone": "%s", "patch": %s}' % (job_id.encode(), await http_request.body() or b"{}")
     tenant, traceparent = principal_of(http_request).tenant, traceparent_of(http_request)
     request = Request(changed(source, patch), idempotency_key, tenant, sent, job_id, traceparent)
-    return accepted(await _store_checked(request, context), context)
+    return accepted(await _store_checked(request, context, most_priority_of(http_request)), context)
 
 
 def _spec_of(context: AppContext, job_id: str, tenant: str | None) -> JobSpec:
@@ -138,7 +139,8 @@ def get_job(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) 
 async def change(http_request: HttpRequest, job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> Job:
     """Change the labels of a job, and the priority of one that is not over. A job that runs goes on."""
     wanted = await read_json(http_request, JobChange)
-    return await run_sync(_change, context, lambda session, now: commands.change(session, job_id, wanted, now, tenant))
+    most = most_priority_of(http_request)
+    return await run_sync(_change, context, lambda session, now: commands.change(session, job_id, wanted, now, tenant, most))
 
 
 @router.post("/{job_id}/cancel", status_code=202, operation_id="cancel_job", responses=answers(404, 409, 422))
@@ -172,6 +174,7 @@ def retry(
     job_id: JobIdDep,
     context: AppContextDep,
     tenant: VisibleTenantDep,
+    most: MostPriorityDep,
     steps: Annotated[
         int | None, Query(ge=1, le=100_000_000, description="go on to this step, which is later than the last one")
     ] = None,
@@ -180,7 +183,7 @@ def retry(
 
     With `steps` it goes on further than its spec said, and so does a job that has succeeded.
     """
-    return _change(context, lambda session, now: commands.retry(session, job_id, now, tenant, steps))
+    return _change(context, lambda session, now: commands.retry(session, job_id, now, tenant, steps, most))
 
 
 @router.post("/{job_id}/exports", status_code=202, operation_id="export_job", responses=answers(400, 404, 409, 413, 422))

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from deploy.helm import render
 from octet.api_schemas import PoolConfig
+from octet.api_schemas.quotas import Quotas
 from tests.deploy.test_kubernetes import CUSTOM_KINDS, problem
 from tests.kit.schemas import assert_fits_kubernetes
 
@@ -43,6 +44,7 @@ OTHERS: dict[str, Any] = {
     "dataStores": ["s3://corpus/books"],
     "storage": {"className": "shared", "data": "5Ti"},
     "monitoring": {"namespace": "observability", "docsUrl": "https://docs.example.com/operations.html"},
+    "quotas": {"priorities": {"submitter": 60}},
     "pools": [OTHER_POOL],
 }
 
@@ -104,6 +106,16 @@ def test_a_pool_and_its_nodes_are_one_value() -> None:
     assert group["labels"] == dict([pool.node_label])
     assert group["resources"] == {"CPU": "32", "GPU": "4", pool.slot_resource: "4"}
     assert group["template"]["spec"]["containers"][0]["image"] == OTHER_POOL["image"]
+
+
+def test_quotas_are_a_file_of_both_processes() -> None:
+    found = by_name(OTHERS)
+    written = yaml.safe_load(found["ConfigMap/octet-pools"]["data"]["quotas.yaml"])
+    assert Quotas.model_validate(written) == Quotas.model_validate(OTHERS["quotas"])
+    for name in ("api", "dispatcher"):
+        (container,) = found[f"Deployment/octet-{name}"]["spec"]["template"]["spec"]["containers"]
+        assert {"name": "OCTET_QUOTAS_FILE", "value": "/etc/octet/quotas.yaml"} in container["env"]
+    assert "quotas.yaml" not in by_name({})["ConfigMap/octet-pools"]["data"]
 
 
 def test_another_pool_means_other_pods() -> None:

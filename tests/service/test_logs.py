@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 
 from octet.api_schemas.trace_context import TraceContext
 from octet.service.app import create_app
+from octet.service.jobs.check_processes import CheckProcesses
 from octet.service.logs import JsonLines, bound_fields, log_fields
 from octet.service.settings import Settings
 from tests.service.conftest import POOLS
@@ -55,9 +56,9 @@ def lines() -> Iterator[Lines]:
 
 
 @pytest.fixture
-def client(world: World, tmp_path: Path) -> Iterator[TestClient]:
+def client(world: World, tmp_path: Path, check_processes: CheckProcesses) -> Iterator[TestClient]:
     settings = Settings(data_dir=tmp_path, pools=POOLS, api_keys=("the operator's own key", "one:the key of tenant one"))
-    app = create_app(settings, database=world.database)
+    app = create_app(settings, database=world.database, checks=check_processes)
     with TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False) as client:
         yield client
 

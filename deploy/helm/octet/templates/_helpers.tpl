@@ -31,6 +31,9 @@ imagePullSecrets:
 {{- end }}
 - {name: OCTET_LOG_FORMAT, value: json}
 - {name: OCTET_POOLS_FILE, value: /etc/octet/pools.yaml}
+{{- if .Values.quotas }}
+- {name: OCTET_QUOTAS_FILE, value: /etc/octet/quotas.yaml}
+{{- end }}
 {{- end }}
 
 {{/* The pools as the service reads them; raycluster.yaml has a group of nodes for each. */}}
