@@ -9,6 +9,7 @@ from pydantic import Field
 
 from octet.api_schemas.base import Contract
 from octet.api_schemas.keys import KeyRole
+from octet.api_schemas.resources import TenantName
 
 HIGHEST_PRIORITY = 100
 NORMAL_PRIORITY = 50
@@ -18,6 +19,19 @@ Priority = Annotated[int, Field(ge=0, le=HIGHEST_PRIORITY)]
 SubmittingRole = Literal["submitter", "admin"]
 
 
+class TenantQuota(Contract):
+    """The storage of a tenant: what checkpoints and exports of all its jobs take together."""
+
+    storage_bytes: int = Field(ge=0, description="once they take as much, the tenant's jobs wait until there is less")
+    retention_days: float | None = Field(
+        default=None,
+        ge=0,
+        le=36_525,
+        description="while the storage is full, what jobs saved that are over for so long is deleted, the oldest first; null: "
+        "nothing is",
+    )
+
+
 class Quotas(Contract):
     """The quotas file. The operator, and the user of a server without keys, has none of them for priorities."""
 
@@ -25,6 +39,8 @@ class Quotas(Contract):
         default_factory=dict,
         description="the highest priority that a role may ask for; by default 50 for a submitter and 100 for an admin",
     )
+
+    tenants: dict[TenantName, TenantQuota] = Field(default_factory=dict, description="storage by tenant; others have no limit")
 
     def most_priority(self, role: KeyRole) -> int:
         """Return the highest priority that jobs of a role may have."""

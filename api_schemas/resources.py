@@ -65,6 +65,13 @@ class TenantConfig(Contract):
         default=None, ge=1, le=1_000_000, description="most slots that its jobs take at once; null: no limit"
     )
     jobs: int | None = Field(default=None, ge=1, le=1_000_000, description="most of its jobs that run at once; null: no limit")
+    slot_hours_per_month: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e9,
+        description="most hours of slots that its attempts take together in a month (UTC); then its jobs save a checkpoint and "
+        "wait for the next month. null: no limit",
+    )
 
 
 class PoolConfig(Contract):

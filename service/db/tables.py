@@ -217,6 +217,7 @@ class AttemptRow(Base):
     __table_args__ = (
         UniqueConstraint("job_id", "epoch"),
         Index("ix_attempts_state_reason", "state", "reason"),
+        Index("ix_attempts_pool_finished_at", "pool", "finished_at"),
         Index(
             "uq_attempts_one_live_per_job",
             "job_id",
@@ -408,6 +409,19 @@ class DeletedJobRow(Base):
 
     job_id: Mapped[str] = mapped_column(id_column(), primary_key=True)
     deleted_at: Mapped[datetime]
+
+
+class DeletedUseRow(Base):
+    """The slots that an attempt of a deleted job had, until its month is over: they count in its tenant's slot hours."""
+
+    __tablename__ = "deleted_uses"
+
+    attempt_id: Mapped[str] = mapped_column(id_column(), primary_key=True)
+    pool: Mapped[str] = mapped_column(String(32))
+    tenant: Mapped[str] = mapped_column(String(32))
+    workers: Mapped[int]
+    created_at: Mapped[datetime]
+    finished_at: Mapped[datetime]
 
 
 class DeletedFilesRow(Base):

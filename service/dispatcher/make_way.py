@@ -1,7 +1,7 @@
 """Have attempts make way: they save a checkpoint and end, so that others can use their slots.
 
-Loops do so for the job ahead in the queue, for a larger attempt of the same job and at a limit of slot hours; and a server
-that stops does so with every attempt.
+Loops do so for the job ahead in the queue, for a larger attempt of the same job, at a limit of the job and at its tenant's slot
+hours of the month; and a server that stops does so with every attempt.
 """
 
 from datetime import datetime, timedelta
@@ -16,7 +16,8 @@ from octet.service.jobs import attempts, commands
 from octet.service.jobs.attempts import Ending
 from octet.service.jobs.lifecycle import AttemptEvent
 from octet.service.scheduling.decide import most_of, to_reclaim
-from octet.service.scheduling.pools import read_pools
+from octet.service.scheduling.pools import pools_with_hours, read_pools
+from octet.service.scheduling.quotas import hours_reason
 from octet.service.store.queue import Limited, ShrunkAttempt
 
 FRESH = timedelta(seconds=5)
@@ -84,7 +85,8 @@ def grow(context: DispatcherContext) -> None:
 
 def _larger(context: DispatcherContext, session: Session, shrunk: list[ShrunkAttempt]) -> dict[str, int]:
     """The number of ranks that an attempt of each pool could grow to, by id: the oldest of a pool, while nobody waits there."""
-    free = {pool.name: pool.slots_free for pool in read_pools(session, context.settings.pools)}
+    now = context.database.now(session)
+    free = {pool.name: pool.slots_free for pool in read_pools(session, context.settings, now)}
     found: dict[str, int] = {}
     for attempt in shrunk:
         if free.get(attempt.pool, 0) > 0 and not store.queue.head_of_queue(session, attempt.pool):
@@ -114,6 +116,25 @@ def limit(context: DispatcherContext) -> None:
     for job in limited:
         if job.slot_hours >= job.max_slot_hours:
             _stop(context, job)
+    if limiting := pools_with_hours(context.settings.pools):
+        _end_at_quota(context, limiting)
+
+
+def _end_at_quota(context: DispatcherContext, limiting: list[str]) -> None:
+    """Have the attempts of tenants make way that have taken all slot hours of the month. Their jobs wait for the next one."""
+    with context.database.read() as session:
+        now = context.database.now(session)
+        hours = store.use.hours_of_month(session, limiting, now)
+        over = [
+            (attempt_id, why)
+            for pool in context.settings.pools
+            for tenant, taken in hours.get(pool.name, {}).items()
+            if (why := hours_reason(tenant, pool.name, taken, pool.of_tenant(tenant).slot_hours_per_month, now)) is not None
+            for attempt_id in store.use.running_attempts(session, pool.name, tenant)
+        ]
+    for attempt_id, why in over:
+        if _ask(context, attempt_id, why):
+            context.wake()
 
 
 def _stop(context: DispatcherContext, limited: Limited) -> None:

@@ -1,23 +1,28 @@
 """Ends orphans: processes on the cluster without an attempt that may have them.
 
 It also deletes the folders of deleted jobs, the files of checkpoints and exports that were deleted or that their jobs do not
-keep, and old idempotency keys, and gathers tallies.
+keep, and old idempotency keys, and gathers tallies. Where a tenant's storage is full it deletes what its retention allows.
 """
 
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
 from octet.api_schemas import AttemptRef
+from octet.api_schemas.quotas import TenantQuota
 from octet.service import store
 from octet.service.cluster.launcher import LauncherError
 from octet.service.db.tables import CheckpointRow, ExportRow
 from octet.service.dispatcher.context import DispatcherContext
 from octet.service.dispatcher.release import STOP_GRACE_S
+from octet.service.errors import ServiceError
+from octet.service.jobs import commands
+from octet.service.scheduling.quotas import to_collect
 
-LATELY, MOST_JOBS = timedelta(hours=1), 1000
+LATELY, MOST_JOBS, MOST_FILES = timedelta(hours=1), 1000, 1000
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +31,7 @@ def step(context: DispatcherContext) -> None:
     with context.write() as (session, now):
         store.jobs.forget_idempotency_keys(session, now)
         store.tallies.gather(session)
+        store.use.forget_deleted(session, now)
     try:
         _end_orphans(context)
     except LauncherError as error:
@@ -35,6 +41,8 @@ def step(context: DispatcherContext) -> None:
         _delete_files(context)
     for table in (CheckpointRow, ExportRow):
         _delete_surplus(context, table)
+    for tenant, quota in context.settings.quotas.tenants.items():
+        _collect(context, tenant, quota)
 
 
 def _end_orphans(context: DispatcherContext) -> None:
@@ -80,6 +88,27 @@ def _delete_folder(context: DispatcherContext, folder: Path, what: str) -> bool:
     finally:
         context.health.progressed()
     return True
+
+
+def _collect(context: DispatcherContext, tenant: str, quota: TenantQuota) -> None:
+    """Delete what jobs saved that are over for longer than a full tenant's retention, as if the tenant had done so.
+
+    A job that lives keeps all; so does one whose attempt is being stopped.
+    """
+    if quota.retention_days is None:
+        return
+    with context.database.read() as session:
+        before = context.database.now(session) - timedelta(days=quota.retention_days)
+        used = store.use.storage_of(session, [tenant])[tenant]
+        is_full = used >= quota.storage_bytes
+        chosen = to_collect(store.use.kept_since(session, tenant, before, MOST_FILES), used, quota) if is_full else []
+    why = f"its job is over for {quota.retention_days:g} days and the storage of tenant {tenant!r} is full"
+    for each in chosen:
+        with context.write() as (session, now), suppress(ServiceError):
+            commands.delete_saved(session, each.table, each.job_id, each.name, now, why=why)
+        context.health.progressed()
+    if chosen:
+        context.wake()
 
 
 def _delete_surplus(context: DispatcherContext, table: type[CheckpointRow | ExportRow]) -> None:

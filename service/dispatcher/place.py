@@ -47,9 +47,8 @@ def decisions(
     context: DispatcherContext, session: Session, now: datetime, present: Mapping[str, int] | None = None
 ) -> list[Decision]:
     """Decide about the heads of all queues. present: the slots that the cluster has, by pool; by default as last stored."""
-    pools = context.settings.pools
-    queue = [job for pool in pools for job in store.queue.head_of_queue(session, pool.name)]
+    queue = [job for pool in context.settings.pools for job in store.queue.head_of_queue(session, pool.name)]
     if not queue:
         return []
     space = space_for(queue, context.settings)
-    return decide(queue, read_pools(session, pools, present), now, context.settings.lease_grace_s, space)
+    return decide(queue, read_pools(session, context.settings, now, present), now, context.settings.lease_grace_s, space)

@@ -61,7 +61,8 @@ def _collect(context: DispatcherContext, pools: dict[str, PoolConfig]) -> dict[s
 
 
 def _pools_with_slots(context: DispatcherContext, session: Session) -> set[str]:
-    return {pool.name for pool in read_pools(session, context.settings.pools) if pool.slots_free}
+    now = context.database.now(session)
+    return {pool.name for pool in read_pools(session, context.settings, now) if pool.slots_free}
 
 
 def _waits_s(context: DispatcherContext, job_id: str) -> float:

@@ -273,13 +273,13 @@ def delete(session: Session, job_id: str, now: datetime, tenant: str | None = No
 
 
 def delete_saved(
-    session: Session, table: type[Saved], job_id: str, name: str, now: datetime, tenant: str | None = None
+    session: Session, table: type[Saved], job_id: str, name: str, now: datetime, tenant: str | None = None, why: str = ""
 ) -> None:
     """Delete a checkpoint or an export of a job that is over. A loop of the dispatcher deletes its folder.
 
-    name: of the folder, or the id. While a job lives, `training.keep` decides which checkpoints go: an attempt may resume from
-    any of them. Raises NotFound, also for another tenant's job, and IllegalTransition while the job is not over or still has
-    processes.
+    name: of the folder, or the id. why: where nobody asked for it. While a job lives, `training.keep` decides which checkpoints
+    go: an attempt may resume from any of them. Raises NotFound, also for another tenant's job, and IllegalTransition while the
+    job is not over or still has processes.
     """
     job = _lock(session, job_id, tenant)
     row = store.records.find_saved(session, table, job_id, name)
@@ -288,7 +288,8 @@ def delete_saved(
         raise NotFound(f"job {job_id} has no {kind} {name!r}; its list of {kind}s has their ids")
     _check_deletable(session, job)
     data: dict[str, JsonScalar] = {"step": row.step, "name": row.name, "num_bytes": row.num_bytes}
-    store.jobs.add_event(session, job, now, f"{kind}.deleted", f"{kind} {row.name} is deleted", data=data)
+    message = f"{kind} {row.name} is deleted{why and ': '}{why}"
+    store.jobs.add_event(session, job, now, f"{kind}.deleted", message, data=data)
     store.records.delete_saved(session, row)
 
 

@@ -6,8 +6,8 @@ its share, and of equal ones the one whose last start is longest ago. Within a t
 
 A job that does not fit holds back the jobs behind it, so that small jobs cannot starve a large one. They may borrow slots which
 it cannot use yet: they start, and make way once it fits with what is free and what was lent. A job that its tenant's
-limit holds back does so to that tenant's jobs alone. A job that cannot run yet for a reason of its own (it backs off, or its
-last attempt may still be alive) is passed over and holds back no other job.
+limit or quota holds back does so to that tenant's jobs alone. A job that cannot run yet for a reason of its own (it backs off,
+or its last attempt may still be alive) is passed over and holds back no other job.
 """
 
 import math
@@ -18,6 +18,7 @@ from datetime import datetime, timedelta
 
 from octet.api_schemas import FailureReason
 from octet.api_schemas.resources import TenantConfig
+from octet.service.scheduling.quotas import Storage, hours_reason, storage_reason
 from octet.service.store.queue import Loan, QueuedJob, Use
 
 WAITS_FOR_PLAN = "the memory that it takes is being planned; others are placed meanwhile"
@@ -28,7 +29,7 @@ class PoolState:
     """The slots of a pool: configured, present (None until the cluster says), and taken by attempts not yet released.
 
     needs_plans: it states its devices' memory, so that jobs are planned before they are placed. used: by tenant. lent: to
-    attempts that make way when they are asked to. leaving: of attempts that end.
+    attempts that make way when they are asked to. leaving: of attempts that end. storage: of tenants whose is limited.
     """
 
     name: str
@@ -40,6 +41,7 @@ class PoolState:
     backfills: bool = True
     lent: int = 0
     leaving: int = 0
+    storage: Mapping[str, Storage] = field(default_factory=dict)
 
     @property
     def slots_free(self) -> int:
@@ -110,7 +112,7 @@ def _decide_pool(
     free = pool.slots_free if pool else 0
     ahead: _Ahead | None = None
     demand = pool.slots_owed if pool else 0
-    for position, (job, tenant) in enumerate(_Turns(jobs, pool), start=1):
+    for position, (job, tenant) in enumerate(_Turns(jobs, pool, now), start=1):
         own_reason = _own_reason(job, now, lease_grace) or _space_reason(job, space) or _plan_reason(job, pool)
         limit_reason = None if own_reason or pool is None else tenant.limit_reason(job, pool.name)
         why = own_reason or limit_reason or _pool_reason(job, pool, free, ahead)
@@ -183,10 +185,17 @@ def to_reclaim(loans: Iterable[Loan], short: int) -> list[Loan]:
     return chosen
 
 
+def quota_reason(pool: PoolState, tenant: str, now: datetime) -> str | None:
+    """Say why no job of a tenant starts in a pool: its slot hours of the month, or its storage. None if there are some left."""
+    most = pool.tenants.get(tenant, TenantConfig()).slot_hours_per_month
+    hours = pool.used.get(tenant, Use()).hours
+    return hours_reason(tenant, pool.name, hours, most, now) or storage_reason(tenant, pool.storage.get(tenant))
+
+
 class _Tenant:
     """The jobs of one tenant in the queue of a pool, in their order, and what it takes of the pool."""
 
-    def __init__(self, name: str, jobs: Iterable[QueuedJob], pool: PoolState | None) -> None:
+    def __init__(self, name: str, jobs: Iterable[QueuedJob], pool: PoolState | None, now: datetime) -> None:
         self._name = name
         self.jobs = deque(jobs)
         config = pool.tenants.get(name) if pool else None
@@ -197,6 +206,7 @@ class _Tenant:
         # Without it, the small jobs of one tenant could start each time when a pool is empty, and a large one of another never.
         self._last_turn = (0, 0.0 if use.started_at is None else use.started_at.timestamp())
         self.blocker: QueuedJob | None = None
+        self._quota_reason = None if pool is None else quota_reason(pool, name, now)
 
     @property
     def turn(self) -> tuple[bool, int, float, tuple[int, float], str]:
@@ -223,6 +233,8 @@ class _Tenant:
 
     def limit_reason(self, job: QueuedJob, pool: str) -> str | None:
         of_pool = f"in pool {pool!r}"
+        if self._quota_reason is not None:
+            return self._quota_reason
         if self.blocker is not None:
             return f"{self.blocker.id} of the same tenant is ahead {of_pool} and waits for the tenant's limit"
         if self._config.jobs is not None and self._num_jobs >= self._config.jobs:
@@ -239,11 +251,11 @@ class _Tenant:
 class _Turns:
     """The jobs of a pool in the order of the tenants' turns, which depends on what was decided about the jobs before."""
 
-    def __init__(self, jobs: Iterable[QueuedJob], pool: PoolState | None) -> None:
+    def __init__(self, jobs: Iterable[QueuedJob], pool: PoolState | None, now: datetime) -> None:
         by_tenant: dict[str, list[QueuedJob]] = {}
         for job in jobs:
             by_tenant.setdefault(job.tenant, []).append(job)
-        self._waiting = [_Tenant(name, own, pool) for name, own in by_tenant.items()]
+        self._waiting = [_Tenant(name, own, pool, now) for name, own in by_tenant.items()]
 
     def __iter__(self) -> Iterator[tuple[QueuedJob, _Tenant]]:
         while self._waiting:

@@ -14,7 +14,7 @@ from octet.service.db.bulk import Transaction
 from octet.service.db.engine import Database
 from octet.service.scheduling.decide import Decision, PoolState, decide, waits_for_plan
 from octet.service.scheduling.estimate import starts_at
-from octet.service.scheduling.pools import read_pools, space_for
+from octet.service.scheduling.pools import has_quotas, read_pools, space_for
 from octet.service.settings import Settings
 from octet.service.store.queue import Place, QueuedJob
 from octet.service.store.tallies import Tallies
@@ -100,14 +100,15 @@ class QueuePlaces:
         head = known.heads[pool]
         places = {each.job_id: each for each in self._decided(transaction, head, known)}
         states = {state.name: state for state in known.states or ()}
-        if not any(_changes_by_itself(job) or waits_for_plan(job, states.get(job.pool)) for job in head):
+        by_themselves = any(_changes_by_itself(job) or waits_for_plan(job, states.get(job.pool)) for job in head)
+        if not by_themselves and not has_quotas(self._settings):
             known.places[pool] = places
         return places
 
     def _decided(self, transaction: Transaction, queue: Sequence[QueuedJob], known: _Known) -> list[Decision]:
-        if known.states is None:
-            known.states = read_pools(transaction, self._settings.pools)
         now, space = self._database.now(transaction), space_for(queue, self._settings)
+        if known.states is None or has_quotas(self._settings):
+            known.states = read_pools(transaction, self._settings, now)
         return decide(queue, known.states, now, self._settings.lease_grace_s, space)
 
 

@@ -3,22 +3,27 @@
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 
 from octet.api_schemas import FailureReason, PoolConfig
 from octet.service import store
 from octet.service.db.bulk import Transaction
 from octet.service.scheduling.decide import PoolState, Space
+from octet.service.scheduling.quotas import Storage
 from octet.service.settings import Settings
-from octet.service.store.queue import QueuedJob
+from octet.service.store.queue import QueuedJob, Use
 
 
 def read_pools(
-    transaction: Transaction, pools: Iterable[PoolConfig], present: Mapping[str, int] | None = None
+    transaction: Transaction, settings: Settings, now: datetime, present: Mapping[str, int] | None = None
 ) -> list[PoolState]:
     """Describe the configured pools as they are now. present: slots that the cluster has, by pool; by default those stored."""
     if present is None:
         present = store.queue.slots_present(transaction)
-    used, leaving = store.queue.use_by_tenant(transaction), store.queue.slots_leaving(transaction)
+    used, leaving = _used(transaction, settings.pools, now), store.queue.slots_leaving(transaction)
+    quotas = settings.quotas.tenants
+    stored = store.use.storage_of(transaction, quotas)
+    storage = {tenant: Storage(num_bytes, quotas[tenant].storage_bytes) for tenant, num_bytes in stored.items()}
     lent: Counter[str] = Counter()
     for loan in store.queue.loans(transaction):
         lent[loan.pool] += loan.workers
@@ -33,9 +38,30 @@ def read_pools(
             backfills=pool.backfill,
             lent=lent[pool.name],
             leaving=leaving.get(pool.name, 0),
+            storage=storage,
         )
-        for pool in pools
+        for pool in settings.pools
     ]
+
+
+def has_quotas(settings: Settings) -> bool:
+    """Return True if there are quotas whose use changes with time and with what is saved."""
+    return bool(settings.quotas.tenants) or bool(pools_with_hours(settings.pools))
+
+
+def pools_with_hours(pools: Iterable[PoolConfig]) -> list[str]:
+    """Name the pools that limit the slot hours of tenants in a month."""
+    return [pool.name for pool in pools if any(each.slot_hours_per_month is not None for each in pool.tenants.values())]
+
+
+def _used(transaction: Transaction, pools: Iterable[PoolConfig], now: datetime) -> dict[str, dict[str, Use]]:
+    used = store.queue.use_by_tenant(transaction)
+    limiting = pools_with_hours(pools)
+    for pool, by_tenant in store.use.hours_of_month(transaction, limiting, now).items() if limiting else ():
+        of_pool = used.setdefault(pool, {})
+        for tenant, hours in by_tenant.items():
+            of_pool[tenant] = of_pool.get(tenant, Use())._replace(hours=hours)
+    return used
 
 
 def space_for(queue: Iterable[QueuedJob], settings: Settings) -> Space | None:

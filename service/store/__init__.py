@@ -14,6 +14,7 @@ from octet.service.store import (
     reporting,
     rows,
     tallies,
+    use,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "reporting",
     "rows",
     "tallies",
+    "use",
 ]

@@ -24,7 +24,7 @@ from octet.service.db.tables import (
     JobLabelRow,
     JobRow,
 )
-from octet.service.store import tallies
+from octet.service.store import tallies, use
 from octet.service.store.curves import CurvePlace
 from octet.service.store.ids import new_id, new_ids
 
@@ -182,6 +182,7 @@ def delete_job(session: Session, job: JobRow, now: datetime) -> None:
     Idempotency keys stay: a late repetition of its submission must not bring it back.
     """
     tallies.note_deleted(session, job.id)
+    use.note_deleted(session, job, now)
     attempt_ids = select(AttemptRow.id).where(AttemptRow.job_id == job.id)
     for table in reversed(Base.metadata.sorted_tables):
         if any(key.references(_TABLES[AttemptRow.__tablename__]) for key in table.foreign_keys):

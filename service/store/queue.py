@@ -78,12 +78,13 @@ class ShrunkAttempt(NamedTuple):
 
 class Use(NamedTuple):
     """The slots that a tenant's attempts take of a pool until they are released, the number of these attempts, and the moment
-    when its last one was placed.
+    when its last one was placed. hours: slot hours that it has taken this month, where the pool limits them.
     """
 
     slots: int = 0
     jobs: int = 0
     started_at: datetime | None = None
+    hours: float = 0.0
 
 
 def head_of_queue(transaction: Transaction, pool: str) -> list[QueuedJob]:

@@ -30,7 +30,7 @@ OTHER_POOL = {
     "slotsPerNode": 4,
     "threadsPerWorker": 4,
     "allowsEntrypoints": True,
-    "tenants": {"vision": {"share": 2.5, "slots": 4}, "speech": {"jobs": 2}},
+    "tenants": {"vision": {"share": 2.5, "slots": 4}, "speech": {"jobs": 2, "slot_hours_per_month": 500}},
     "scratch": "32Gi",
     "resources": {
         "requests": {"cpu": "32", "memory": "128Gi", "nvidia.com/gpu": "4"},
@@ -44,7 +44,7 @@ OTHERS: dict[str, Any] = {
     "dataStores": ["s3://corpus/books"],
     "storage": {"className": "shared", "data": "5Ti"},
     "monitoring": {"namespace": "observability", "docsUrl": "https://docs.example.com/operations.html"},
-    "quotas": {"priorities": {"submitter": 60}},
+    "quotas": {"priorities": {"submitter": 60}, "tenants": {"vision": {"storage_bytes": 2000000000000, "retention_days": 30}}},
     "pools": [OTHER_POOL],
 }
 

@@ -42,7 +42,7 @@ def finish(world: World, **changes: Any) -> tuple[str, Rank]:
 def counts(world: World) -> dict[str, int]:
     """Count the rows of all tables that hold jobs and what belongs to them."""
     others = {row.__tablename__ for row in (TallyRow, DeletedJobRow, ExportRow, IdempotencyKeyRow, AuditRow, LastStartRow)}
-    others |= {"leases", "pool_capacities"}
+    others |= {"leases", "pool_capacities", "deleted_uses"}
     with world.database.read() as session:
         return {
             table.name: session.scalar(select(func.count()).select_from(table)) or 0
