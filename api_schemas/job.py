@@ -17,7 +17,7 @@ from octet.api_schemas.models import ModelSizes, ModelSpec
 from octet.api_schemas.precision import LevelName, PrecisionSpec
 from octet.api_schemas.quotas import NORMAL_PRIORITY, Priority
 from octet.api_schemas.recipe import RecipeSpec
-from octet.api_schemas.resources import LabelKey, ResourceSpec
+from octet.api_schemas.resources import LabelKey, Limit, ResourceSpec
 from octet.api_schemas.rules.table import check_job
 from octet.api_schemas.states import DesiredState, FailureReason, JobState
 from octet.api_schemas.tracking import TrackersSpec
@@ -183,9 +183,11 @@ class LevelChange(Contract):
 
 
 class LimitChange(Contract):
-    """A new limit of what a job may take."""
+    """New limits of what a job may take."""
 
-    max_slot_hours: float | None = Field(gt=0, le=1e9, description="null: no limit")
+    max_slot_hours: Limit = Field(default=None, description="null: no limit")
+    max_hours: Limit = Field(default=None, description="null: no limit")
+    max_cost: Limit = Field(default=None, description="null: no limit")
 
 
 class JobChange(Contract):
@@ -200,7 +202,7 @@ class JobChange(Contract):
         description="go on at another level, with all values kept; a job that runs saves a checkpoint and starts again",
     )
 
-    resources: LimitChange | None = Field(default=None, description="the limit of a job, also of one that has reached it")
+    resources: LimitChange | None = Field(default=None, description="limits of a job, also of one that has reached them")
 
     @field_validator("precision", mode="before")
     @classmethod

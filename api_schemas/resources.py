@@ -12,6 +12,8 @@ from octet.api_schemas.keys import TENANT
 PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
 TenantName = Annotated[str, Field(pattern=f"^{TENANT}$")]
 LabelValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
+Limit = Annotated[float | None, Field(gt=0, le=1e9)]
+"""The most of something that a job may take; None: no limit."""
 LabelKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9./-]{0,61}[a-z0-9])?$")]
 
 
@@ -31,11 +33,15 @@ class ResourceSpec(Contract):
         "null: always as many as workers",
     )
 
-    max_slot_hours: float | None = Field(
+    max_slot_hours: Limit = Field(
         default=None,
-        gt=0,
-        le=1e9,
         description="hours of slots that all its attempts may take together; then it saves a checkpoint and is cancelled",
+    )
+    max_hours: Limit = Field(
+        default=None, description="the same for the hours that its attempts run, whatever their slots; waiting does not count"
+    )
+    max_cost: Limit = Field(
+        default=None, description="the same for slot hours at the price of the pool (slot_hour_price), which has to have one"
     )
 
     force: bool = Field(default=False, description="start the job even if its plan says that it cannot fit the pool's devices")

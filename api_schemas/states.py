@@ -66,6 +66,7 @@ class FailureReason(StrEnum):
     NON_FINITE_LOSS = "non_finite_loss"
     DIVERGED = "diverged"
     FP8_LIMITS = "fp8_limits"
+    LIMIT_REACHED = "limit_reached"
     WRONG_NODE = "wrong_node"
     STORAGE_FULL = "storage_full"
     STORE_UNREACHABLE = "store_unreachable"
@@ -128,6 +129,11 @@ _TRAITS: dict[FailureReason, tuple[bool, Blame, str]] = {
         False,
         Blame.JOB,
         "Name further levels in precision.ladder, or raise precision.demotion.max_layers.",
+    ),
+    FailureReason.LIMIT_REACHED: (
+        False,
+        Blame.JOB,
+        "Raise the limit (PATCH resources), or set it to null; then retry the job, which goes on from its checkpoint.",
     ),
     FailureReason.WRONG_NODE: (
         True,

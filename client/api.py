@@ -223,7 +223,7 @@ class Client:
         """Change a job's labels, and the priority of one that is not over: {"priority": 70, "labels": {"team": "research"}}.
 
         Labels that are left out stay; None as a value removes one. {"precision": {"level": "O2"}} lets it go on at another
-        level, and {"resources": {"max_slot_hours": 20}} changes its limit.
+        level, and {"resources": {"max_slot_hours": 20}} changes a limit.
         """
         answer = self._connection.request("PATCH", _path(job_id), document=dict(patch), patience_s=self._patience_s)
         return read(Job, answer)

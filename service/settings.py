@@ -221,6 +221,11 @@ class Settings(BaseSettings):
         )  # a server on every address answers on loopback too
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
+    @property
+    def slot_hour_prices(self) -> dict[str, float]:
+        """The price of a slot hour, by pool, of the pools that have one."""
+        return {pool.name: pool.slot_hour_price for pool in self.pools if pool.slot_hour_price is not None}
+
     def pool(self, name: str) -> PoolConfig | None:
         return next((pool for pool in self.pools if pool.name == name), None)
 

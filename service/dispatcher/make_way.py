@@ -15,10 +15,11 @@ from octet.service.dispatcher.place import decisions
 from octet.service.jobs import attempts, commands
 from octet.service.jobs.attempts import Ending
 from octet.service.jobs.lifecycle import AttemptEvent
+from octet.service.jobs.limits import Reached, reached
 from octet.service.scheduling.decide import most_of, to_reclaim
 from octet.service.scheduling.pools import pools_with_hours, read_pools
 from octet.service.scheduling.quotas import hours_reason
-from octet.service.store.queue import Limited, ShrunkAttempt
+from octet.service.store.queue import ShrunkAttempt
 
 FRESH = timedelta(seconds=5)
 """A checkpoint is as old at most when its attempt ends for a larger one."""
@@ -110,12 +111,13 @@ def _yield(context: DispatcherContext, shrunk: ShrunkAttempt, workers: int, now:
 
 
 def limit(context: DispatcherContext) -> None:
-    """Stop jobs that have taken as many slot hours as they may: they save a checkpoint, and are cancelled."""
+    """Stop jobs that have taken as much as they may: they save a checkpoint, and are cancelled."""
     with context.database.read() as session:
         limited = store.queue.limited_jobs(session, context.database.now(session))
+    prices = context.settings.slot_hour_prices
     for job in limited:
-        if job.slot_hours >= job.max_slot_hours:
-            _stop(context, job)
+        if (reached_one := reached(job.limits, job.taken, prices.get(job.pool))) is not None:
+            _stop(context, job.job_id, reached_one)
     if limiting := pools_with_hours(context.settings.pools):
         _end_at_quota(context, limiting)
 
@@ -137,9 +139,9 @@ def _end_at_quota(context: DispatcherContext, limiting: list[str]) -> None:
             context.wake()
 
 
-def _stop(context: DispatcherContext, limited: Limited) -> None:
+def _stop(context: DispatcherContext, job_id: str, limit: Reached) -> None:
     with context.write() as (session, now):
-        job = store.jobs.lock_job(session, limited.job_id)
+        job = store.jobs.lock_job(session, job_id)
         if job is not None and not job.state.is_terminal:
-            commands.reach_limit(session, job, limited, now)
+            commands.reach_limit(session, job, limit, now)
     context.wake()

@@ -21,6 +21,7 @@ from octet.api_schemas.rules.table import check_without_effect
 from octet.service.errors import EntrypointNotAllowed, NotReady, TooManyRequests
 from octet.service.jobs.check_processes import CheckProcesses
 from octet.service.jobs.file_checks import Inputs, check_files, inputs_of, refuse
+from octet.service.jobs.limits import check_cost
 from octet.service.jobs.planning import why_no_peaks
 from octet.service.settings import Settings
 
@@ -94,6 +95,7 @@ def check_options(spec: JobSpec, settings: Settings) -> None:
     """Check what needs no file, in no time."""
     _check_pool(spec, settings)
     _check_level(spec, settings)
+    check_cost(spec.resources.max_cost, spec.resources.pool, settings.slot_hour_prices)
     if conflict := check_without_effect(spec):
         refuse(conflict.field, conflict.got, conflict.allowed, conflict.change)
 

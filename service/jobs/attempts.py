@@ -148,6 +148,7 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
         data={"reason": ending.reason.value} if ending.reason else None,
     )
     if ending.event is AttemptEvent.SUCCEED:
+        job.reason = job.message = None  # it ended before it stopped at a limit
         job.summary = ending.summary.model_dump(mode="json") if ending.summary else None
         job.measured_to_planned = _measured_to_planned(job, ending.summary)
         _end_job(session, job, JobEvent.SUCCEED, now)

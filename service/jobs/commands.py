@@ -7,7 +7,17 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from octet.api_schemas import AttemptState, DesiredState, ExportSpec, JobChange, JobSpec, JobState, JsonScalar, Violation
+from octet.api_schemas import (
+    AttemptState,
+    DesiredState,
+    ExportSpec,
+    FailureReason,
+    JobChange,
+    JobSpec,
+    JobState,
+    JsonScalar,
+    Violation,
+)
 from octet.api_schemas.keys import DEFAULT_TENANT
 from octet.api_schemas.quotas import HIGHEST_PRIORITY
 from octet.service import store
@@ -18,11 +28,11 @@ from octet.service.jobs import attempts
 from octet.service.jobs.admission import check_priority
 from octet.service.jobs.attempts import Ending
 from octet.service.jobs.lifecycle import AttemptEvent, JobEvent, next_job_state
+from octet.service.jobs.limits import NO_PRICES, Prices, Reached, check_cost, reached
 from octet.service.jobs.requests import Request, Submission, earlier, take_keys
 from octet.service.jobs.specs import patch_spec, put_level
 from octet.service.store.ids import new_ids
 from octet.service.store.jobs import NewJob
-from octet.service.store.queue import Limited
 from octet.service.store.records import Saved
 
 logger = logging.getLogger(__name__)
@@ -96,7 +106,7 @@ def pause(session: Session, job_id: str, now: datetime, tenant: str | None = Non
     return job
 
 
-def resume(session: Session, job_id: str, now: datetime, tenant: str | None = None) -> JobRow:
+def resume(session: Session, job_id: str, now: datetime, tenant: str | None = None, prices: Prices = NO_PRICES) -> JobRow:
     """Put a paused job back into the queue, at the place that its age and priority give it.
 
     A job that is not paused stays as it is. Raises NotFound, also for another tenant's job, and IllegalTransition while
@@ -105,7 +115,7 @@ def resume(session: Session, job_id: str, now: datetime, tenant: str | None = No
     job = _lock(session, job_id, tenant)
     if job.desired not in {DesiredState.RUN, DesiredState.YIELD} or job.state.is_terminal:
         state = next_job_state(job.state, JobEvent.RESUME)
-        _check_limit(session, job, now)
+        _check_limit(session, job, now, prices)
         job.state, job.desired = state, DesiredState.RUN
         job.stop_requested_at, job.queued_at = None, now
         store.jobs.add_event(session, job, now, "job.queued", "resumed; it goes on from its newest checkpoint")
@@ -125,23 +135,25 @@ def cancel(session: Session, job_id: str, now: datetime, tenant: str | None = No
     return job
 
 
-def reach_limit(session: Session, job: JobRow, limited: Limited, now: datetime) -> None:
-    """Cancel a job that has taken all the slot hours that it may. Its ranks save a checkpoint first."""
+def reach_limit(session: Session, job: JobRow, limit: Reached, now: datetime) -> None:
+    """Cancel a job that has taken all that it may, for that reason. Its ranks save a checkpoint first."""
     if job.desired is not DesiredState.RUN:
         return
-    job.message = f"it has taken {limited.slot_hours:.3g} of {limited.max_slot_hours:.3g} slot hours, its limit"
-    data: dict[str, JsonScalar] = {"slot_hours": limited.slot_hours, "max_slot_hours": limited.max_slot_hours}
+    job.reason, job.message = FailureReason.LIMIT_REACHED, limit.message
+    data: dict[str, JsonScalar] = {limit.field.removeprefix("max_"): limit.taken, limit.field: limit.most}
     store.jobs.add_event(session, job, now, "job.limit_reached", job.message, data=data)
     _stop(session, job, DesiredState.CANCEL, now)
 
 
-def _check_limit(session: Session, job: JobRow, now: datetime) -> None:
-    """Refuse to go on with a job that has taken all the slot hours that it may."""
-    most = job.spec["resources"].get("max_slot_hours")
-    if most is not None and (used := store.queue.slot_hours(session, job.id, now)) >= most:
-        raise IllegalTransition(
-            f"the job has taken {used:.3g} of {most:.3g} slot hours. Change resources.max_slot_hours first, or set it to null."
-        )
+def _check_limit(session: Session, job: JobRow, now: datetime, prices: Prices) -> None:
+    """Refuse to go on with a job that has taken all that it may."""
+    limits = store.queue.limits_of(job)
+    if not any(limits):
+        return
+    limit = reached(limits, store.queue.taken_by(session, job.id, now), prices.get(job.pool))
+    if limit is not None:
+        taken = f"{limit.taken:.3g} of {limit.most:.3g} {limit.what}"
+        raise IllegalTransition(f"the job has taken {taken}. Change resources.{limit.field} first, or set it to null.")
 
 
 def retry(
@@ -151,6 +163,7 @@ def retry(
     tenant: str | None = None,
     steps: int | None = None,
     most_priority: int = HIGHEST_PRIORITY,
+    prices: Prices = NO_PRICES,
 ) -> JobRow:
     """Put a job that failed or was cancelled back into the queue. It goes on from its newest checkpoint.
 
@@ -165,7 +178,7 @@ def retry(
         return job
     next_job_state(job.state, event)
     check_priority(job.priority, most_priority)
-    _check_limit(session, job, now)
+    _check_limit(session, job, now, prices)
     _check_no_files_go(session, job)
     if steps is not None:
         if job.num_steps is not None and steps <= job.num_steps:
@@ -178,7 +191,14 @@ def retry(
     return job
 
 
-def export(session: Session, job_id: str, wanted: ExportSpec, now: datetime, tenant: str | None = None) -> JobRow:
+def export(
+    session: Session,
+    job_id: str,
+    wanted: ExportSpec,
+    now: datetime,
+    tenant: str | None = None,
+    prices: Prices = NO_PRICES,
+) -> JobRow:
     """Put a job that has succeeded back into the queue for an attempt that takes no step: it evaluates, and exports.
 
     The job has succeeded again however that ends. Its spec has this export from then on; exports of other forms stay.
@@ -194,7 +214,7 @@ def export(session: Session, job_id: str, wanted: ExportSpec, now: datetime, ten
     newest = next(iter(store.records.newest_checkpoints(session, job.id, 1)), None)
     if newest is None or newest.step != job.num_steps:
         raise IllegalTransition("the job has no checkpoint of its last step, which an export is made of. Clone it with export.")
-    _check_limit(session, job, now)
+    _check_limit(session, job, now, prices)
     _check_no_files_go(session, job)
     patch_spec(job, {"export": wanted.model_dump(mode="json")})
     attempts.revive(session, job, JobEvent.EXPORT, now)
@@ -208,8 +228,9 @@ def change(
     now: datetime,
     tenant: str | None = None,
     most_priority: int = HIGHEST_PRIORITY,
+    prices: Prices = NO_PRICES,
 ) -> JobRow:
-    """Change the priority, the labels and the level of a job. What it has already changes nothing.
+    """Change the priority, the labels, the limits and the level of a job. What it has already changes nothing.
 
     most_priority: the highest that the caller may ask for.
 
@@ -231,9 +252,12 @@ def change(
     if labels:
         patch["labels"] = labels
         words += [f"label {key} is {'gone' if value is None else repr(value)}" for key, value in labels.items()]
-    if wanted.resources is not None and (most := wanted.resources.max_slot_hours) != spec.resources.max_slot_hours:
-        patch["resources"] = {"max_slot_hours": most}
-        words.append(f"limit is {'none' if most is None else f'{most:g} slot hours'}")
+    given = {} if wanted.resources is None else wanted.resources.model_dump(exclude_unset=True)
+    limits = {field: most for field, most in given.items() if getattr(spec.resources, field) != most}
+    if limits:
+        check_cost(limits.get("max_cost"), job.pool, prices)
+        patch["resources"] = limits
+        words += [f"{field} is {'none' if most is None else f'{most:g}'}" for field, most in limits.items()]
     if wanted.precision is not None and wanted.precision.level != job.level:
         words.append(_change_level(session, job, wanted.precision.level, now))
     if patch:

@@ -60,7 +60,7 @@ _NOT_TRACED: dict[str, Any] = {
         **dict.fromkeys(("checkpoint_every", "checkpoint_every_minutes", "keep", "collective_timeout_s"), True),
         "optimizer": {"learning_rate": True},
     },
-    "resources": dict.fromkeys(("pool", "force", "min_workers", "max_slot_hours"), True),
+    "resources": dict.fromkeys(("pool", "force", "min_workers", "max_slot_hours", "max_hours", "max_cost"), True),
 }
 """Fields in which jobs with the same peak may differ: one trace serves a sweep over them."""
 

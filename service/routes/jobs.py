@@ -139,8 +139,10 @@ def get_job(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) 
 async def change(http_request: HttpRequest, job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> Job:
     """Change the labels of a job, and the priority of one that is not over. A job that runs goes on."""
     wanted = await read_json(http_request, JobChange)
-    most = most_priority_of(http_request)
-    return await run_sync(_change, context, lambda session, now: commands.change(session, job_id, wanted, now, tenant, most))
+    most, prices = most_priority_of(http_request), context.settings.slot_hour_prices
+    return await run_sync(
+        _change, context, lambda session, now: commands.change(session, job_id, wanted, now, tenant, most, prices)
+    )
 
 
 @router.post("/{job_id}/cancel", status_code=202, operation_id="cancel_job", responses=answers(404, 409, 422))
@@ -166,7 +168,8 @@ def pause(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) ->
 @router.post("/{job_id}/resume", status_code=202, operation_id="resume_job", responses=answers(404, 409, 422))
 def resume(job_id: JobIdDep, context: AppContextDep, tenant: VisibleTenantDep) -> Job:
     """Put a paused job back into the queue. It goes on from its newest checkpoint, to the bit as if nobody had paused it."""
-    return _change(context, lambda session, now: commands.resume(session, job_id, now, tenant))
+    prices = context.settings.slot_hour_prices
+    return _change(context, lambda session, now: commands.resume(session, job_id, now, tenant, prices))
 
 
 @router.post("/{job_id}/retry", status_code=202, operation_id="retry_job", responses=answers(404, 409, 422))
@@ -183,7 +186,8 @@ def retry(
 
     With `steps` it goes on further than its spec said, and so does a job that has succeeded.
     """
-    return _change(context, lambda session, now: commands.retry(session, job_id, now, tenant, steps, most))
+    prices = context.settings.slot_hour_prices
+    return _change(context, lambda session, now: commands.retry(session, job_id, now, tenant, steps, most, prices))
 
 
 @router.post("/{job_id}/exports", status_code=202, operation_id="export_job", responses=answers(400, 404, 409, 413, 422))
@@ -194,8 +198,8 @@ def export(
 
     The job waits for slots as any other, and is over again when the export is in its list. Without a body: in bf16.
     """
-    spec = wanted or ExportSpec()
-    return _change(context, lambda session, now: commands.export(session, job_id, spec, now, tenant))
+    spec, prices = wanted or ExportSpec(), context.settings.slot_hour_prices
+    return _change(context, lambda session, now: commands.export(session, job_id, spec, now, tenant, prices))
 
 
 @router.delete("/{job_id}", status_code=204, operation_id="delete_job", responses=answers(404, 409, 422))

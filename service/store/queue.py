@@ -330,22 +330,45 @@ def shrunk_attempts(session: Session) -> list[ShrunkAttempt]:
     ]
 
 
+class Limits(NamedTuple):
+    """The limits that a job sets itself, each None if it has none."""
+
+    max_slot_hours: float | None
+    max_hours: float | None
+    max_cost: float | None
+
+
+class Taken(NamedTuple):
+    """What a job's attempts have taken: the hours for which they had slots, for each slot and for all together."""
+
+    slot_hours: float
+    hours: float
+
+
 class Limited(NamedTuple):
-    """A live job that may take no more than some hours of slots, and the hours that it has taken."""
+    """A live job with a limit, and what it has taken."""
 
     job_id: str
-    max_slot_hours: float
-    slot_hours: float
+    pool: str
+    limits: Limits
+    taken: Taken
 
 
 def limited_jobs(session: Session, now: datetime) -> list[Limited]:
     """List the jobs with a limit that have a live attempt, and that nobody has asked to stop."""
-    return [Limited(job_id, most, slot_hours(session, job_id, now)) for job_id, most in session.execute(_LIMITED)]
+    rows = session.execute(_LIMITED)
+    return [Limited(job_id, pool, Limits(*limits), taken_by(session, job_id, now)) for job_id, pool, *limits in rows]
 
 
-def slot_hours(session: Session, job_id: str, now: datetime) -> float:
-    """Add up the hours for which a job's attempts have had slots, for each slot."""
-    return hours_of_slots(session.execute(_ATTEMPTS_OF_JOB, {"job_id": job_id}), now)
+def limits_of(job: JobRow) -> Limits:
+    """Read the limits of a job."""
+    return Limits(*(job.spec["resources"].get(field) for field in Limits._fields))
+
+
+def taken_by(session: Session, job_id: str, now: datetime) -> Taken:
+    """Add up what a job's attempts have taken."""
+    attempts = [(slots, begin, end) for slots, begin, end in session.execute(_ATTEMPTS_OF_JOB, {"job_id": job_id})]
+    return Taken(hours_of_slots(attempts, now), hours_of_slots([(1, begin, end) for _, begin, end in attempts], now))
 
 
 def hours_of_slots(attempts: Iterable[tuple[int, datetime, datetime | None]], now: datetime) -> float:
@@ -394,11 +417,11 @@ _TO_JUDGE = (
     .options(load_only(JobRow.desired, JobRow.stop_requested_at, raiseload=True))
     .order_by(AttemptRow.id)
 )
-_MAX_SLOT_HOURS = JobRow.spec["resources"]["max_slot_hours"].as_float()
+_LIMITS = [JobRow.spec["resources"][field].as_float() for field in Limits._fields]
 _LIMITED = (
-    select(JobRow.id, _MAX_SLOT_HOURS)
+    select(JobRow.id, JobRow.pool, *_LIMITS)
     .join(AttemptRow, AttemptRow.job_id == JobRow.id)
-    .where(AttemptRow.state.in_(_LIVE), JobRow.desired == DesiredState.RUN, _MAX_SLOT_HOURS.is_not(None))
+    .where(AttemptRow.state.in_(_LIVE), JobRow.desired == DesiredState.RUN, or_(*(each.is_not(None) for each in _LIMITS)))
     .order_by(JobRow.id)
 )
 _ATTEMPTS_OF_JOB = select(AttemptRow.workers, AttemptRow.created_at, AttemptRow.finished_at).where(
