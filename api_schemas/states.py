@@ -72,6 +72,7 @@ class FailureReason(StrEnum):
     STORE_UNREACHABLE = "store_unreachable"
     WORKER_LOST = "worker_lost"
     WORKER_ERROR = "worker_error"
+    NODE_LOST = "node_lost"
     STALLED = "stalled"
     LAUNCH_FAILED = "launch_failed"
     START_TIMEOUT = "start_timeout"
@@ -156,6 +157,11 @@ _TRAITS: dict[FailureReason, tuple[bool, Blame, str]] = {
         "A worker process died. Set retry.max_failures to resume from the last checkpoint.",
     ),
     FailureReason.WORKER_ERROR: (True, Blame.JOB, "A worker raised an error; its traceback is in the logs."),
+    FailureReason.NODE_LOST: (
+        True,
+        Blame.PLATFORM,
+        "A node of the job is gone. The job resumes from its last checkpoint on others; see that the pool has enough.",
+    ),
     FailureReason.STALLED: (True, Blame.JOB, "No step was finished for too long; look at the logs of all ranks."),
     FailureReason.LAUNCH_FAILED: (True, Blame.PLATFORM, "The cluster refused the attempt; the event has its message."),
     FailureReason.START_TIMEOUT: (True, Blame.PLATFORM, "The workers did not come up in time; check the pool's nodes."),
@@ -171,6 +177,7 @@ _PLATFORM_RETRIES: dict[FailureReason, int | None] = {
     FailureReason.WRONG_NODE: 3,  # labels that an operator has to correct
     FailureReason.STORAGE_FULL: None,  # the job waits for space, however long it takes
     FailureReason.STORE_UNREACHABLE: 20,
+    FailureReason.NODE_LOST: 10,
     FailureReason.LAUNCH_FAILED: 10,
     FailureReason.START_TIMEOUT: 5,  # each takes minutes, and slots
     FailureReason.CLUSTER_LOST: 10,

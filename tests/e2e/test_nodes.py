@@ -37,7 +37,7 @@ def test_two_nodes_die_one_after_the_other_and_every_loss_is_that_of_an_undistur
     wide_job["training"]["steps"] = 240  # as many as pass until this process has seen step 8 and killed a node
     first, second = nodes.add(), nodes.add()
     expected = train_undisturbed(server, wide_job)
-    job = server.client.submit(wide_job | {"retry": {"max_failures": 3}})
+    job = server.client.submit(wide_job)  # no failure of its own is tried again
     server.wait_for_step(job.id, 8)
     second.kill()
     nodes.add()
@@ -48,6 +48,8 @@ def test_two_nodes_die_one_after_the_other_and_every_loss_is_that_of_an_undistur
     assert finished.state is JobState.SUCCEEDED, finished
     attempts = attempts_of(server, finished)
     assert len(attempts) >= 3
+    trained = [attempt.reason for attempt in attempts[:-1] if attempt.first_step_at is not None]
+    assert set(trained) == {FailureReason.NODE_LOST}
     assert losses(server, finished) == expected
     assert_gapless_and_each_attempt_after_the_other(server, finished)
 

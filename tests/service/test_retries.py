@@ -178,3 +178,21 @@ def test_a_spec_from_before_has_the_budgets_by_default(world: World) -> None:
     document["retry"] = {"max_failures": 2}
     retry = JobSpec.read_stored(document).retry
     assert (budget_of(FailureReason.WORKER_LOST, retry), budget_of(FailureReason.STORAGE_FULL, retry)) == (2, None)
+
+
+def test_a_lost_node_is_no_failure_of_the_job_and_has_a_budget_of_its_own(world: World) -> None:
+    jobs = [world.submit(), world.submit(retry={"by_reason": {"node_lost": 0}})]
+    world.dispatch()
+    for job_id in jobs:
+        rank = world.rank_of(job_id)
+        rank.begin()
+        rank.train(1)
+        world.launcher.exit(rank.ref, FailureReason.NODE_LOST, "lost from the cluster: 192.0.2.1 (11111111), with rank 1 of 2")
+    world.turn(10)
+    world.dispatch()
+    world.turn(10)
+    world.dispatch()
+    plain, never = (world.job(job_id) for job_id in jobs)
+    assert (plain.state, plain.num_attempts, never.state, never.reason) == ("starting", 2, "failed", FailureReason.NODE_LOST)
+    assert [(each.reason, each.retries) for each in plain.failures] == [(FailureReason.NODE_LOST, 10)]
+    assert never.hint == FailureReason.NODE_LOST.hint

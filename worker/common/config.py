@@ -27,7 +27,7 @@ from octet.api_schemas.training import AdapterSpec
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """The rank's number, and the address where the ranks meet."""
+    """The rank's number, and the address where the ranks meet. num_nodes: those on which the ranks are, as far as is known."""
 
     rank: int = 0
     world_size: int = 1
@@ -36,6 +36,7 @@ class RankEnv:
     master_port: int = 0
     accelerator: str = "cpu"
     num_threads: int = 1
+    num_nodes: int = 1
 
     @property
     def reports(self) -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from octet.api_schemas import (
     CheckpointRef,
+    FailureReason,
     FinishedReport,
     JobSpec,
     JobSummary,
@@ -91,11 +92,21 @@ def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
             outcome = _track(order.job_id, order.spec, env, run)
             if outcome.succeeded and env.reports:
                 logger.info("%s", outcome.message)
-            if outcome.finished is not None and (env.reports or outcome.finished.outcome == "failed"):
+            if outcome.finished is not None and is_reported(outcome.finished, env):
                 reporter.send(outcome.finished)
             return outcome
         finally:
             logging.getLogger().removeHandler(handler)
+
+
+def is_reported(finished: FinishedReport, env: RankEnv) -> bool:
+    """Return True if this rank reports the attempt's end itself.
+
+    If others of several nodes are gone it does not: the supervisor finds out if they died or their node did, which Ray knows.
+    """
+    if finished.outcome != "failed":
+        return env.reports
+    return finished.reason is not FailureReason.WORKER_LOST or env.num_nodes == 1
 
 
 def enter_trace(traceparent: str | None) -> None:

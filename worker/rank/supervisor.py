@@ -11,12 +11,13 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -27,6 +28,8 @@ from octet.worker.rank import warm
 NAMESPACE = "octet"
 _RANK_START_TIMEOUT_S = 120.0
 _OTHER_RANKS_GRACE_S = 5.0
+_NODE_NOTICED_S = 30.0
+"""Ray's list shows a node that was killed after up to 15 s. An attempt's lease lasts longer."""
 _LINGER_S = 900.0
 _TOO_SMALL_S = 30.0
 """A pool has this long until tensor groups have to fit on its nodes. Ranks that outnumber its slots do not wait."""
@@ -41,8 +44,9 @@ def actor_name(ref: AttemptRef) -> str:
 
 @dataclass(frozen=True)
 class RankNode:
-    """The node on which a rank process started. `pid` is the process that trains."""
+    """The node on which a rank process started, by Ray's id. `pid` is the process that trains."""
 
+    node_id: str
     address: str
     free_port: int
     labels: dict[str, Any]
@@ -71,8 +75,9 @@ class RankActor:
         address: str = ray.util.get_node_ip_address()
         self._port_holder = hold_port(address)
         port = int(self._port_holder.getsockname()[1])
-        labels: dict[str, Any] = dict(ray.get_runtime_context().get_node_labels())
-        return RankNode(address, port, labels, self._process.pid if self._process else os.getpid())
+        here = ray.get_runtime_context()
+        labels: dict[str, Any] = dict(here.get_node_labels())
+        return RankNode(here.get_node_id(), address, port, labels, self._process.pid if self._process else os.getpid())
 
     def run(self, order_json: str, env: dict[str, Any], placed_at: datetime) -> warm.Ending:
         """Run the rank; return its outcome, reason and message. The runtime is imported by name because it loads torch."""
@@ -199,7 +204,9 @@ class Supervisor:
     def _run_here(self, rank: RankActor) -> None:
         node = rank.node()
         self._check_labels([node])
-        self._probe = Probe(state=ProbeState.RUNNING, placed_at=self._placed_at, data={"rank_0_pid": node.pid})
+        self._probe = Probe(
+            state=ProbeState.RUNNING, placed_at=self._placed_at, data={"node_id": node.node_id, "rank_0_pid": node.pid}
+        )
         try:
             failure = _failure_in(rank.run(self._order_json, asdict(self._rank_env(0, [node])), self._placed_at))
         except RuntimeError as error:
@@ -235,8 +242,10 @@ class Supervisor:
             for index, rank in enumerate(self._ranks)
         }
         pids: dict[str, JsonScalar] = {f"rank_{index}_pid": node.pid for index, node in enumerate(nodes)}
-        self._probe = Probe(state=ProbeState.RUNNING, placed_at=self._placed_at, data=pids)
+        here: JsonScalar = ray.get_runtime_context().get_node_id()
+        self._probe = Probe(state=ProbeState.RUNNING, placed_at=self._placed_at, data={"node_id": here, **pids})
         failures: dict[int, tuple[FailureReason, str]] = {}
+        unreachable: set[int] = set()
         give_up_at = float("inf")
         while running and time.monotonic() < give_up_at:
             done, _ = ray.wait(list(running), num_returns=1, timeout=0.5)
@@ -245,11 +254,30 @@ class Supervisor:
                 failure = _failure_of(reference, f"rank {index} of {len(self._ranks)}")
                 if failure is not None:
                     failures[index] = failure
+                if _is_unreachable(reference):
+                    unreachable.add(index)
             if failures:
                 # A failed rank leaves the others waiting in a collective. Give them a moment to report their own reason.
                 give_up_at = min(give_up_at, time.monotonic() + _OTHER_RANKS_GRACE_S)
         if failures:
-            raise _grouped(failures)
+            failed = _grouped(failures)
+            if failed.reason is FailureReason.WORKER_LOST:
+                failed = self._blame_node(failed, nodes, is_sure=not running and not unreachable)
+            raise failed
+
+    def _blame_node(self, failed: RankFailed, nodes: Sequence[RankNode], *, is_sure: bool) -> RankFailed:
+        """Say that a node is gone where Ray's list of nodes shows it, in place of what the other ranks make of it.
+
+        is_sure: every rank has answered or is known to have died, so there is nothing that Ray may still have to notice.
+        """
+        if len({node.node_id for node in nodes}) == 1:
+            return failed
+        list_nodes: Any = ray.nodes  # Ray's own annotations lack it
+        give_up_at = time.monotonic() + _NODE_NOTICED_S
+        while not (lost := ranks_of_lost_nodes(nodes, list_nodes())):
+            if is_sure or time.monotonic() >= give_up_at or self._stopping.wait(0.5):
+                return failed
+        return RankFailed(FailureReason.NODE_LOST, f"{describe_lost(lost, nodes)}\n{failed}")
 
     def _nodes(self) -> list[RankNode]:
         try:
@@ -279,6 +307,7 @@ class Supervisor:
             master_port=nodes[0].free_port,
             accelerator=pool.accelerator,
             num_threads=pool.threads_per_worker,
+            num_nodes=len({node.node_id for node in nodes}),
         )
 
     def _exit(self, reason: FailureReason | None, message: str) -> None:
@@ -339,6 +368,19 @@ def slots_of_nodes(pool: PoolConfig, nodes: list[dict[str, Any]]) -> list[int]:
     return sorted((int(node["Resources"].get(pool.slot_resource, 0)) for node in ours), reverse=True)
 
 
+def ranks_of_lost_nodes(ranks: Sequence[RankNode], nodes: list[dict[str, Any]]) -> list[int]:
+    """Return the ranks whose nodes are not among those that Ray holds for alive. nodes: as `ray.nodes` lists them."""
+    alive = {node["NodeID"] for node in nodes if node["Alive"]}
+    return [rank for rank, node in enumerate(ranks) if node.node_id not in alive]
+
+
+def describe_lost(lost: Sequence[int], ranks: Sequence[RankNode]) -> str:
+    """Name lost nodes, and the ranks that were on them."""
+    addresses = ", ".join(dict.fromkeys(f"{ranks[rank].address} ({ranks[rank].node_id[:8]})" for rank in lost))
+    numbers = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {len(ranks)}"
+    return f"lost from the cluster: {addresses}, with {numbers}"
+
+
 def _listed(found: list[int]) -> str:
     return ", ".join(map(str, found[:8])) + (", …" if len(found) > 8 else "") if found else "no"
 
@@ -352,6 +394,17 @@ def _failure_of(reference: Any, rank: str) -> tuple[FailureReason, str] | None:
     except RayError as error:
         return FailureReason.WORKER_ERROR, f"{rank}: {error}"
     return _failure_in(ending)
+
+
+def _is_unreachable(reference: Any) -> bool:
+    """Return True if Ray has lost the connection to an ended rank, and does not know yet if it died."""
+    try:
+        ray.get(reference, timeout=10)
+    except ActorUnavailableError:
+        return True
+    except RayError:
+        return False
+    return False
 
 
 def _failure_in(ending: warm.Ending) -> tuple[FailureReason, str] | None:

@@ -12,11 +12,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as DeadlineExceeded
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
 from ray.autoscaler.sdk import request_resources
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from octet.api_schemas import AttemptRef, FailureReason, LaunchOrder, PoolCapacity, PoolConfig, Probe, ProbeState
@@ -49,6 +50,8 @@ class RayLauncher:
         self._warm_idle_s = warm_idle_s
         self._warms_ahead = warms_ahead
         self._connect_lock = threading.Lock()
+        self._nodes: dict[AttemptRef, str] = {}
+        """The nodes of supervisors, as they were last probed."""
 
     def launch(self, order: LaunchOrder) -> None:
         """Start the attempt's supervisor, or find the one that an earlier call started; returns once it answers."""
@@ -86,13 +89,30 @@ class RayLauncher:
             return Probe.model_validate_json(answer)
 
         try:
-            return self._call(CALL_S, ask)
+            probe = self._call(CALL_S, ask)
         except LauncherError as error:
-            if isinstance(error.__cause__, RayActorError):
-                return Probe(
-                    state=ProbeState.EXITED, reason=FailureReason.CLUSTER_LOST, message="the attempt's supervisor died"
-                )
+            cause = error.__cause__
+            # Ray has lost its connection to one that is unavailable, and does not know yet if it died.
+            if isinstance(cause, RayActorError) and not isinstance(cause, ActorUnavailableError):
+                return self._died(ref)
             return Probe(state=ProbeState.UNREACHABLE, message=str(error))
+        if "node_id" in probe.data:
+            self._nodes[ref] = str(probe.data["node_id"])
+        return probe
+
+    def _died(self, ref: AttemptRef) -> Probe:
+        """Say how an attempt's supervisor died: with its node where Ray's list of nodes shows that, or alone."""
+        reason, message = FailureReason.CLUSTER_LOST, "the attempt's supervisor died"
+        node_id = self._nodes.get(ref)
+        with suppress(LauncherError):  # a list that does not come shows nothing
+            if node_id is not None and node_id not in self._nodes_alive():
+                reason, message = FailureReason.NODE_LOST, f"the node of the attempt's supervisor ({node_id[:8]}) is gone"
+        return Probe(state=ProbeState.EXITED, reason=reason, message=message)
+
+    def _nodes_alive(self) -> set[str]:
+        list_nodes: Any = ray.nodes  # Ray's own annotations lack it
+        nodes: list[dict[str, Any]] = self._call(CALL_S, list_nodes)
+        return {node["NodeID"] for node in nodes if node["Alive"]}
 
     def stop(self, ref: AttemptRef, grace_s: float) -> None:
         """End the attempt's processes and free its slots. An attempt that is not there counts as stopped."""
@@ -109,6 +129,7 @@ class RayLauncher:
             ray.kill(supervisor, no_restart=True)
 
         self._call(grace_s + 2 * CALL_S, end)
+        self._nodes.pop(ref, None)
 
     def list(self) -> Sequence[AttemptRef]:
         """List every attempt that has a supervisor on the cluster."""
