@@ -4,6 +4,7 @@ Far back in the queue only the number counts. What was found is kept until the q
 version of the tallies tells, so that many readers of a long queue read it once.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -21,6 +22,8 @@ from octet.service.store.tallies import Tallies
 
 STARTS_SOON = "it fits and starts with the next pass of the dispatcher"
 _MOST_POSITIONS = 10_000
+QUOTAS_KNOWN_S = 1.0
+"""The time for which the use of tenants' quotas is kept: it grows with time and with each checkpoint."""
 
 
 @dataclass
@@ -29,6 +32,7 @@ class _Known:
 
     version: int
     num_queued: dict[str, int]
+    since_s: float = field(default_factory=time.monotonic)
     positions: dict[str, int] = field(default_factory=dict)
     num_tenants: dict[str, int] = field(default_factory=dict)
     heads: dict[str, list[QueuedJob]] = field(default_factory=dict)
@@ -54,9 +58,13 @@ class QueuePlaces:
         if not jobs:
             return {}
         tallies, known = store.tallies.read(transaction), self._known
-        if known.version != tallies.version or len(known.positions) > _MOST_POSITIONS:
+        if known.version != tallies.version or len(known.positions) > _MOST_POSITIONS or self._is_old(known):
             known = self._known = _Known.of(tallies)
         return self._places(transaction, jobs, known)
+
+    def _is_old(self, known: _Known) -> bool:
+        """Return True if use of quotas may have changed since, which the tallies do not tell."""
+        return has_quotas(self._settings) and time.monotonic() - known.since_s >= QUOTAS_KNOWN_S
 
     def read_while_writing(self, transaction: Transaction, jobs: Sequence[Place]) -> dict[str, QueuePlace]:
         """Find the places in a transaction that writes. Nobody else may see them, because it may come to nothing."""
@@ -100,14 +108,13 @@ class QueuePlaces:
         head = known.heads[pool]
         places = {each.job_id: each for each in self._decided(transaction, head, known)}
         states = {state.name: state for state in known.states or ()}
-        by_themselves = any(_changes_by_itself(job) or waits_for_plan(job, states.get(job.pool)) for job in head)
-        if not by_themselves and not has_quotas(self._settings):
+        if not any(_changes_by_itself(job) or waits_for_plan(job, states.get(job.pool)) for job in head):
             known.places[pool] = places
         return places
 
     def _decided(self, transaction: Transaction, queue: Sequence[QueuedJob], known: _Known) -> list[Decision]:
         now, space = self._database.now(transaction), space_for(queue, self._settings)
-        if known.states is None or has_quotas(self._settings):
+        if known.states is None:
             known.states = read_pools(transaction, self._settings, now)
         return decide(queue, known.states, now, self._settings.lease_grace_s, space)
 

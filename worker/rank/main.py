@@ -81,7 +81,7 @@ def run_rank(order: LaunchOrder, env: RankEnv, placed_at: datetime) -> Outcome:
         handler = ReportHandler(reporter)
         _log_to(handler)
         try:
-            if order.traceparent is not None:
+            if env.reports and order.traceparent is not None:
                 logger.info("traceparent: %s", order.traceparent)
             if env.reports:
                 reporter.send(PhaseReport(phase="placed"), at=placed_at)
