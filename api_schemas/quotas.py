@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from octet.api_schemas.base import Contract
+from octet.api_schemas.base import Contract, Timestamp
 from octet.api_schemas.keys import KeyRole
 from octet.api_schemas.resources import TenantName
 
@@ -47,3 +47,26 @@ class Quotas(Contract):
         if role is KeyRole.ADMIN:
             return self.priorities.get("admin", HIGHEST_PRIORITY)
         return self.priorities.get("submitter", NORMAL_PRIORITY)
+
+
+class PoolUse(Contract):
+    """The part of a pool that a tenant takes, beside what it may: null where it has no limit."""
+
+    pool: str
+    slots: int = Field(description="that its attempts hold now")
+    most_slots: int | None
+    jobs: int = Field(description="that run now")
+    most_jobs: int | None
+    slot_hours: float = Field(description="that its attempts have taken this month, those of deleted jobs too")
+    most_slot_hours: float | None
+
+
+class TenantUse(Contract):
+    """The use that a tenant makes of pools and of storage, beside its quotas."""
+
+    object: Literal["tenant_use"] = "tenant_use"
+    tenant: str
+    month_ends_at: Timestamp = Field(description="when slot hours begin at 0 again")
+    storage_bytes: int = Field(description="of the checkpoints and exports of its jobs")
+    most_storage_bytes: int | None
+    pools: tuple[PoolUse, ...]

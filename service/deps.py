@@ -66,7 +66,7 @@ async def _context(request: Request) -> AppContext:
 AppContextDep = Annotated[AppContext, Depends(_context)]
 
 
-LISTS = frozenset({"/v1/jobs", "/v1/rows", "/v1/comparisons", "/v1/audit", "/metrics"})
+LISTS = frozenset({"/v1/jobs", "/v1/rows", "/v1/comparisons", "/v1/audit", "/v1/usage", "/metrics"})
 """The routes that read many rows."""
 
 

@@ -5,12 +5,14 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from octet.api_schemas import Alert, Loop, Page
+from octet.api_schemas.quotas import TenantUse
 from octet.service import store
 from octet.service.deps import AppContextDep, VisibleTenantDep
 from octet.service.errors import NotReady
 from octet.service.http.pages import LimitQuery, page_of
 from octet.service.http.problems import answers
 from octet.service.jobs.alerts import Watch
+from octet.service.scheduling.pools import use_of
 from octet.service.telemetry.control_plane import TelemetryDep
 
 health = APIRouter(tags=["operations"])
@@ -48,6 +50,18 @@ def loops(context: AppContextDep) -> Page[Loop]:
         stalled = store.queue.loops_stalled(session, context.database.now(session))
     shown = [Loop(name=name, is_stalled=is_stalled) for name, is_stalled in stalled.items()]
     return page_of(shown, len(shown), lambda loop: loop.name)
+
+
+@router.get("/v1/usage", operation_id="list_usage", responses=answers(422))
+def usage(context: AppContextDep, tenant: VisibleTenantDep) -> Page[TenantUse]:
+    """The use that the key's tenant makes of its quotas: slots and jobs now, slot hours of this month (UTC), storage.
+
+    The operator sees all tenants that have jobs.
+    """
+    with context.database.read() as session:
+        tenants = store.use.tenants(session) if tenant is None else [tenant]
+        shown = use_of(session, context.settings, tenants, context.database.now(session))
+    return page_of(shown, len(shown), lambda each: each.tenant)
 
 
 @router.get("/v1/alerts", operation_id="list_alerts", responses=answers(422))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from octet.api_schemas import FailureReason, PoolConfig
+from octet.api_schemas.quotas import PoolUse, TenantUse
 from octet.service import store
 from octet.service.db.bulk import Transaction
 from octet.service.scheduling.decide import PoolState, Space
@@ -52,6 +53,36 @@ def has_quotas(settings: Settings) -> bool:
 def pools_with_hours(pools: Iterable[PoolConfig]) -> list[str]:
     """Name the pools that limit the slot hours of tenants in a month."""
     return [pool.name for pool in pools if any(each.slot_hours_per_month is not None for each in pool.tenants.values())]
+
+
+def use_of(transaction: Transaction, settings: Settings, tenants: Iterable[str], now: datetime) -> list[TenantUse]:
+    """Say what tenants use, beside what they may."""
+    used = store.queue.use_by_tenant(transaction)
+    hours = store.use.hours_of_month(transaction, [pool.name for pool in settings.pools], now)
+    stored, quotas = store.use.storage_of(transaction, tenants), settings.quotas.tenants
+
+    def of_pool(pool: PoolConfig, tenant: str) -> PoolUse:
+        use, most = used.get(pool.name, {}).get(tenant, Use()), pool.of_tenant(tenant)
+        return PoolUse(
+            pool=pool.name,
+            slots=use.slots,
+            most_slots=most.slots,
+            jobs=use.jobs,
+            most_jobs=most.jobs,
+            slot_hours=hours.get(pool.name, {}).get(tenant, 0.0),
+            most_slot_hours=most.slot_hours_per_month,
+        )
+
+    return [
+        TenantUse(
+            tenant=tenant,
+            month_ends_at=store.use.month_of(now)[1],
+            storage_bytes=num_bytes,
+            most_storage_bytes=quotas[tenant].storage_bytes if tenant in quotas else None,
+            pools=tuple(of_pool(pool, tenant) for pool in settings.pools),
+        )
+        for tenant, num_bytes in sorted(stored.items())
+    ]
 
 
 def _used(transaction: Transaction, pools: Iterable[PoolConfig], now: datetime) -> dict[str, dict[str, Use]]:

@@ -339,7 +339,7 @@ class Limits(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a job's attempts have taken: the hours for which they had slots, for each slot and for all together."""
+    """The hours for which a job's attempts had slots: for each slot, and for all together."""
 
     slot_hours: float
     hours: float

@@ -67,6 +67,11 @@ _POOLS: BindParameter[Sequence[str]] = bindparam("pools", expanding=True)
 _HOURS = {dialect: _hours_queries(dialect) for dialect in ("sqlite", "postgresql")}
 
 
+def tenants(transaction: Transaction) -> list[str]:
+    """List the tenants that have jobs."""
+    return list(connection_of(transaction).scalars(select(JobRow.tenant).distinct()))
+
+
 def note_deleted(session: Session, job: JobRow, now: datetime) -> None:
     """Keep what the attempts of a job that is deleted have taken this month."""
     ended = (AttemptRow.job_id == job.id, AttemptRow.finished_at > month_of(now)[0])

@@ -97,7 +97,6 @@ def test_a_job_that_somebody_pauses_is_not_cancelled(world: World) -> None:
     assert world.job(job_id).state is JobState.PAUSED
 
 
-@ON_SQLITE
 def test_a_limit_of_hours_counts_no_slots_and_no_waiting(world: World) -> None:
     job_id = world.submit(workers=2)
     world.change(job_id, resources={"max_hours": 20 / 3600})

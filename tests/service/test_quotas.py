@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,13 +13,16 @@ from octet.api_schemas import CheckpointReport, DesiredState, JobState, PoolConf
 from octet.api_schemas.quotas import Quotas, TenantQuota
 from octet.api_schemas.resources import TenantConfig
 from octet.service import store
+from octet.service.app import create_app
 from octet.service.cluster.fake import FakeLauncher
 from octet.service.db.tables import AttemptRow, CheckpointRow, DeletedUseRow
+from octet.service.jobs.check_processes import CheckProcesses
 from octet.service.scheduling.decide import PoolState, decide
 from octet.service.scheduling.quotas import Storage, hours_reason, storage_reason, to_collect
 from octet.service.settings import Settings
 from octet.service.store.queue import Use
 from octet.service.store.use import Kept, month_of
+from tests.service.conftest import TestClient
 from tests.service.databases import ON_SQLITE
 from tests.service.invariants import check_invariants
 from tests.service.test_decide import Job
@@ -131,7 +135,6 @@ def test_what_deleted_jobs_have_taken_counts_until_the_month_is_over(world: Worl
         assert session.query(DeletedUseRow).count() == 0
 
 
-@ON_SQLITE
 def test_hours_are_those_within_the_month(world: World) -> None:
     """SQL adds up what the overlap of each attempt with the month is, in slots."""
     begin, _ = month_of(NOW)
@@ -241,7 +244,6 @@ def test_a_tenant_with_full_storage_waits_until_it_deletes_something(world: Worl
     check_invariants(world)
 
 
-@ON_SQLITE
 def test_full_storage_frees_itself_of_what_retention_allows_and_of_nothing_else(world: World) -> None:
     ended, rank = start(world)
     save(rank, 1)
@@ -272,3 +274,52 @@ def test_full_storage_frees_itself_of_what_retention_allows_and_of_nothing_else(
     assert world.job(waiting).state is JobState.STARTING
     world.tidy()
     assert saved(world, ended) == ["step_0000000002"]  # there is room again
+
+
+KEYS = {"one": "the api key of one here", "two": "the api key of two here", "": "the operator's own key here"}
+
+
+def test_use_is_shown_beside_its_limits_to_the_tenant_and_to_the_operator(
+    world: World, tmp_path: Path, check_processes: CheckProcesses
+) -> None:
+    _, rank = start(world, workers=2)
+    save(rank, 1)
+    start(world, tenant="two")
+    pass_hours(world, rank, 1.5)
+    keys = tuple(f"{tenant}:{key}".removeprefix(":") for tenant, key in KEYS.items())
+    settings = Settings(data_dir=tmp_path, pools=(POOL,), quotas=world.settings.quotas, api_keys=keys)
+    with TestClient(
+        create_app(settings, database=world.database, checks=check_processes), base_url="http://127.0.0.1:8000"
+    ) as client:
+
+        def ask(tenant: str) -> list[dict[str, Any]]:
+            answer = client.get("/v1/usage", headers={"Authorization": f"Bearer {KEYS[tenant]}"})
+            found: list[dict[str, Any]] = answer.json()["data"]
+            return found
+
+        (own,) = ask("one")
+        assert own == {
+            "object": "tenant_use",
+            "tenant": "one",
+            "month_ends_at": "2026-02-01T00:00:00.000000Z",
+            "storage_bytes": KEPT_BYTES,
+            "most_storage_bytes": 3 * KEPT_BYTES,
+            "pools": [
+                {
+                    "pool": "cpu",
+                    "slots": 2,
+                    "most_slots": None,
+                    "jobs": 1,
+                    "most_jobs": None,
+                    "slot_hours": pytest.approx(3.0),
+                    "most_slot_hours": 10.0,
+                }
+            ],
+        }
+        (others,) = ask("two")
+        assert (others["tenant"], others["most_storage_bytes"], others["pools"][0]["slot_hours"]) == (
+            "two",
+            None,
+            pytest.approx(1.5),
+        )
+        assert ask("") == [own, others]

@@ -29,8 +29,8 @@ LISTS = {("GET", "/v1/jobs"), ("GET", "/v1/rows"), ("GET", "/v1/comparisons"), (
 NAMED_BY_QUERY = {("GET", "/v1/stream")}
 NEW_THINGS = {("POST", "/v1/jobs"), ("POST", "/v1/comparisons"), ("POST", "/v1/keys")}
 OF_ALL_TENANTS = {("GET", "/metrics"), ("GET", "/internal/v1/prometheus/targets")}
-BY_TENANT_WITHOUT_IDS = {("GET", "/v1/alerts")}
-"""Lists that have something for everyone too: `test_alerts_api.py` looks at what each tenant sees."""
+BY_TENANT_WITHOUT_IDS = {("GET", "/v1/alerts"), ("GET", "/v1/usage")}
+"""Lists that have something for everyone too: `test_alerts_api.py` and `test_quotas.py` look at what each tenant sees."""
 OF_NO_TENANT = {
     *(("GET", path) for path in ("/healthz", "/readyz", "/v1/levels", "/v1/models", "/v1/pools", "/v1/loops")),
     *(("POST", path) for path in ("/v1/jobs/validate", "/v1/plans")),
