@@ -73,10 +73,7 @@ class ComparisonSpec(Contract):
     @property
     def arms(self) -> tuple[Arm, ...]:
         """The arms in their order, the last field fastest."""
-        axes = {_LEVEL: self.levels, **self.vary} if self.levels else dict(self.vary)
-        lasts = [path.rpartition(".")[2] for path in axes]
-        labels = {path: last if lasts.count(last) == 1 else path for path, last in zip(axes, lasts, strict=True)}
-        return tuple(_arm(dict(zip(axes, values, strict=True)), labels) for values in product(*axes.values()))
+        return arms_of({_LEVEL: self.levels, **self.vary} if self.levels else self.vary)
 
     @property
     def baseline_index(self) -> int:
@@ -100,7 +97,7 @@ class ComparisonSpec(Contract):
         # Without defaults: some follow from fields that an arm changes, as the format of block scales does.
         document: dict[str, Any] = self.job.model_dump(mode="json", exclude_unset=True)
         for path, value in chosen.change.items():
-            document = merge_patch(document, _nested(path, value))
+            document = merge_patch(document, nested(path, value))
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", chosen.name)
         labels = dict(zip(_LABELS, (comparison_id, chosen.name, str(seed)), strict=True))
         own = {
@@ -160,13 +157,21 @@ class ComparisonSpec(Contract):
             raise refusal(f"job.{violation.field}", got=violation.got, allowed=allowed, change=change) from None
 
 
+def arms_of(axes: Mapping[str, Sequence[JsonScalar]]) -> tuple[Arm, ...]:
+    """Combine the values of fields, each with each, the last field fastest. axes: values by the path of their field."""
+    lasts = [path.rpartition(".")[2] for path in axes]
+    labels = {path: last if lasts.count(last) == 1 else path for path, last in zip(axes, lasts, strict=True)}
+    return tuple(_arm(dict(zip(axes, values, strict=True)), labels) for values in product(*axes.values()))
+
+
 def _arm(change: Mapping[str, JsonScalar], labels: Mapping[str, str]) -> Arm:
     texts = {path: value if isinstance(value, str) else json.dumps(value) for path, value in change.items()}
     name = ", ".join(text if path == _LEVEL else f"{labels[path]}={text}" for path, text in texts.items())
     return Arm(name=name, change=dict(change))
 
 
-def _nested(path: str, value: object) -> dict[str, Any]:
+def nested(path: str, value: object) -> dict[str, Any]:
+    """Return a document with a value at a path, such as `training.steps`."""
     for part in reversed(path.split(".")):
         value = {part: value}
     assert isinstance(value, dict)

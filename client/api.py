@@ -48,6 +48,7 @@ from octet.api_schemas.catalog import ModelFamily, model_families
 from octet.api_schemas.comparison import DEFAULT_TOLERANCE, MAX_POINTS, Comparison, ComparisonSpec
 from octet.api_schemas.comparison_report import ComparisonDetails, ComparisonReport
 from octet.api_schemas.curve import Curve
+from octet.api_schemas.job_batch import SubmittedJobs
 from octet.api_schemas.keys import ApiKey, KeyRotation, KeySpec, NewApiKey
 from octet.api_schemas.levels import LEVELS, Level
 from octet.api_schemas.measured import Measurements
@@ -120,6 +121,14 @@ class Client:
         """Submit a job; when this returns, it is stored. The same key and spec give the same job again for 24 hours."""
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         return read(Job, self._post("/v1/jobs", _document(spec), headers))
+
+    def submit_all(
+        self, spec: JobSpec | Mapping[str, Any], changes: Sequence[Mapping[str, Any]], idempotency_key: str | None = None
+    ) -> tuple[Job, ...]:
+        """Submit several jobs, all or none. changes: for each of them, a JSON merge patch (RFC 7396) of the spec."""
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
+        document = {"job": _document(spec), "changes": list(changes)}
+        return read(SubmittedJobs, self._post("/v1/jobs/batch", document, headers)).jobs
 
     def validate(self, spec: JobSpec | Mapping[str, Any]) -> ValidatedJob:
         """Check a spec by the server's rules without submitting it; return the job that it would be."""

@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute
 
 from octet.api_schemas import JobChange, Problem
 from octet.api_schemas.comparison import ComparisonSpec
+from octet.api_schemas.job_batch import JobBatch
 from octet.api_schemas.plan import PlanRequest
 from octet.service import page
 from octet.service.access.audit import Audit
@@ -180,7 +181,7 @@ class _Api(FastAPI):
             schemas = super().openapi()["components"]["schemas"]
             for unused in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(unused, None)
-            for contract in (ComparisonSpec, JobChange, PlanRequest, Problem):  # of routes that FastAPI does not read
+            for contract in (ComparisonSpec, JobBatch, JobChange, PlanRequest, Problem):  # of routes that FastAPI does not read
                 schema = contract.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
                 schemas |= {**schema.pop("$defs", {}), contract.__name__: schema}
         assert self.openapi_schema is not None

@@ -26,9 +26,10 @@ from octet.client.cli.options import (
     Url,
     connect,
     find_job,
+    varied,
 )
 from octet.client.errors import SpecRefused
-from octet.client.job_file import apply_settings, load_job_file, parse_value
+from octet.client.job_file import apply_settings, load_job_file
 from octet.client.render import comparison_details, comparisons_table
 from octet.client.report_page import as_page
 from octet.client.reports import as_markdown
@@ -113,7 +114,7 @@ def _spec(file: str, given: dict[str, Any], settings: Sequence[str]) -> Comparis
     if given["levels"] is not None:
         document["levels"] = [level.strip() for level in given["levels"].split(",")]
     if given["vary"] is not None:
-        document["vary"] = dict(_varied(text) for text in given["vary"])
+        document["vary"] = dict(varied(text) for text in given["vary"])
     try:
         return ComparisonSpec.model_validate_json(json.dumps(document))
     except ValidationError as error:
@@ -131,13 +132,6 @@ def _id(text: str) -> str:
     if COMPARISON_ID.fullmatch(text) is None:
         raise typer.BadParameter(f"got {text}; allowed: a job file (.yaml, .json, -), cmp_…, or two jobs and more.")
     return text
-
-
-def _varied(text: str) -> tuple[str, list[Any]]:
-    path, equals, values = text.partition("=")
-    if not equals or not path:
-        raise typer.BadParameter(f"got {text!r}; allowed: path.to.field=value,value", param_hint="--vary")
-    return path.strip(), [parse_value(value, f"--vary {text}") for value in values.split(",")]
 
 
 def _follow(client: Client, comparison_id: str, terminal: Terminal, as_json: bool, *, waits: bool = True) -> _Report:

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from octet.api_schemas import Job, JobState, ValidatedJob
 from octet.api_schemas.comparison import Comparison
+from octet.api_schemas.job_batch import SWEEP, SubmittedJobs, sweep
 from octet.client.api import Client
 from octet.client.cli.options import (
     COMPARISON_ID,
@@ -22,6 +23,7 @@ from octet.client.cli.options import (
     connect,
     find_job,
     find_to_read,
+    varied,
 )
 from octet.client.job_file import apply_settings, check_spec, load_job_file
 from octet.client.render import job_details
@@ -33,16 +35,35 @@ from octet.client.watch import watch as watch_jobs
 def submit(
     file: JobFile,
     settings: Settings = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option("--vary", metavar="KEY=A,B", help="Submit a job for each value; of several --vary, each with each."),
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show progress until it is over.")] = False,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Submit a job."""
+    """Submit a job, or one for each value of the fields that --vary names."""
     document = load_job_file(file)
     apply_settings(document, settings or [])
     spec = check_spec(document, file)
+    if vary and watch:
+        raise typer.BadParameter("it shows one job; allowed: without --vary. See all by: octet list", param_hint="--watch")
     with connect(url) as client:
-        _show_submitted(client, client.submit(spec), watch, as_json)
+        if vary:
+            _show_sweep(client.submit_all(document, sweep(dict(map(varied, vary)))), as_json)
+        else:
+            _show_submitted(client, client.submit(spec), watch, as_json)
+
+
+def _show_sweep(jobs: tuple[Job, ...], as_json: bool) -> None:
+    terminal = Terminal()
+    if as_json:
+        terminal.show_json(SubmittedJobs(jobs=jobs))
+        return
+    for job in jobs:
+        terminal.show(Text(f"{job.id}  {job.labels[SWEEP]}"))
+    terminal.show(Text(f"{len(jobs)} jobs are stored. They wait in the queue: octet list"))
 
 
 def clone(

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,6 +21,7 @@ from octet.client.errors import (
     SpecRefused,
     UnexpectedAnswer,
 )
+from octet.client.job_file import parse_value
 from octet.client.terminal import Terminal
 
 Commands = Mapping[str, Callable[..., None]]
@@ -41,6 +42,14 @@ JobFile = Annotated[str, typer.Argument(metavar="FILE", help="A job as YAML or J
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field: --set training.steps=50")
 ]
+
+
+def varied(text: str) -> tuple[str, list[Any]]:
+    """Read a --vary: the path of a field, and its values."""
+    path, equals, values = text.partition("=")
+    if not equals or not path:
+        raise typer.BadParameter(f"got {text!r}; allowed: path.to.field=value,value", param_hint="--vary")
+    return path.strip(), [parse_value(value, f"--vary {text}") for value in values.split(",")]
 
 
 def connect(url: str) -> Client:

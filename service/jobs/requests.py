@@ -27,6 +27,11 @@ def body_hash_of(sent: bytes | str) -> str:
     return hashlib.sha256(json.dumps(json.loads(sent), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def key_in_batch(key: str | None, number: int) -> str | None:
+    """Return the idempotency key of one of the jobs of a batch, given the batch's."""
+    return None if key is None else f"{hashlib.sha256(key.encode()).hexdigest()}-{number}"
+
+
 @dataclass(frozen=True)
 class Request:
     """A job to submit, for a tenant."""

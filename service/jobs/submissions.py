@@ -52,10 +52,18 @@ class Submissions:
         """Do the same as `submit`, with a future of the event loop that runs."""
         return self._commits.submit_async(request)
 
-    def _store(self, requests: Sequence[Request]) -> "list[Stored | Exception]":
+    def submit_together(self, requests: Sequence[Request]) -> list[Stored]:
+        """Store jobs in one transaction, all or none. Raises IdempotencyMismatch, and the database's errors."""
+        return [each for each in self._store(requests, together=True) if isinstance(each, Stored)]
+
+    def _store(self, requests: Sequence[Request], *, together: bool = False) -> "list[Stored | Exception]":
         with self._database.write_rows() as connection:
             newest = store.jobs.newest_job(connection)
             results = commands.submit_all(connection, requests, self._database.now(connection, newest.read_at), newest.id)
+            if together:
+                for result in results:
+                    if isinstance(result, Exception):
+                        raise result
             pairs = zip(requests, results, strict=True)
             stored = [(request, result) for request, result in pairs if isinstance(result, Submission)]
             shown = iter(self._show(connection, stored))

@@ -77,3 +77,12 @@ def accepted(stored: Stored, context: AppContext) -> Response:
     if stored.job.starts_soon:
         context.wake()  # for a job that has to wait, the dispatcher would read the queue in vain
     return Response(stored.job.text, 201, headers, media_type="application/json")
+
+
+def all_accepted(stored: Sequence[Stored], context: AppContext) -> Response:
+    """Answer a batch as `accepted` answers a submission."""
+    if any(each.job.starts_soon for each in stored):
+        context.wake()
+    headers = {"Idempotent-Replayed": "true"} if all(each.replayed for each in stored) else {}
+    jobs = ",".join(each.job.text for each in stored)
+    return Response(f'{{"jobs":[{jobs}]}}', 201, headers, media_type="application/json")

@@ -11,6 +11,7 @@ from pydantic import StringConstraints
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import ExportSpec, Job, JobChange, JobSpec, JobState, Page, ValidatedJob, Violation
+from octet.api_schemas.job_batch import JobBatch, SubmittedJobs
 from octet.api_schemas.planned_states import validated
 from octet.service import store
 from octet.service.db.tables import JobRow
@@ -31,10 +32,10 @@ from octet.service.http.bodies import PATCH_OF_SPEC, body_of, read_json, read_pa
 from octet.service.http.pages import page_as_json
 from octet.service.http.problems import answers
 from octet.service.jobs import commands, requests
-from octet.service.jobs.requests import Request
-from octet.service.jobs.specs import changed
+from octet.service.jobs.requests import Request, key_in_batch
+from octet.service.jobs.specs import changed, naming, specs_of
 from octet.service.jobs.submissions import Stored
-from octet.service.routes.job_views import accepted, existing_job, rendered_jobs, shown_job
+from octet.service.routes.job_views import accepted, all_accepted, existing_job, rendered_jobs, shown_job
 from octet.service.store.ids import is_id
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -60,14 +61,41 @@ async def submit(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep =
     return accepted(await _store_checked(request, context, most_priority_of(http_request)), context)
 
 
+@router.post(
+    "/batch",
+    status_code=201,
+    response_model=SubmittedJobs,
+    operation_id="submit_jobs",
+    responses=answers(400, 413, 422),
+    openapi_extra=body_of(JobBatch),
+)
+async def submit_batch(http_request: HttpRequest, idempotency_key: IdempotencyKeyDep = None) -> Response:
+    """Submit several jobs, each a change of one. 201 means that all are stored; otherwise none is."""
+    context, principal = context_of(http_request), principal_of(http_request)
+    batch, sent = await read_json(http_request, JobBatch), await http_request.body()
+    context.rates.charge(principal, len(batch.changes) - 1.0)
+    wanted = []
+    for number, spec in enumerate(await run_sync(specs_of, batch)):
+        key = key_in_batch(idempotency_key, number)
+        wanted.append(Request(spec, key, principal.tenant, sent, traceparent=traceparent_of(http_request)))
+        with naming(number):
+            await _check(wanted[-1], context, most_priority_of(http_request))
+    stored = await run_sync(context.submissions.submit_together, wanted)
+    return all_accepted(stored, context)
+
+
 async def _store_checked(request: Request, context: AppContext, most_priority: int) -> Stored:
+    await _check(request, context, most_priority)
+    return await context.submissions.submit_async(request)
+
+
+async def _check(request: Request, context: AppContext, most_priority: int) -> None:
     try:
         await context.admission.check(request.spec, request.tenant, most_priority)
     except ServiceError:
         # What was accepted is the same job again, whatever has become of its files.
         if request.idempotency_key is None or not await run_sync(requests.is_replay, context.database, request):
             raise
-    return await context.submissions.submit_async(request)
 
 
 @router.post("/validate", operation_id="validate_job", responses=answers(400, 413, 422), openapi_extra=body_of(JobSpec))

@@ -27,7 +27,7 @@ PLACES = {"job_id": "job", "comparison_id": "cmp", "key_id": "key"}
 """The parameters of paths that name what a tenant owns, with the kinds of their ids."""
 LISTS = {("GET", "/v1/jobs"), ("GET", "/v1/rows"), ("GET", "/v1/comparisons"), ("GET", "/v1/keys"), ("GET", "/v1/audit")}
 NAMED_BY_QUERY = {("GET", "/v1/stream")}
-NEW_THINGS = {("POST", "/v1/jobs"), ("POST", "/v1/comparisons"), ("POST", "/v1/keys")}
+NEW_THINGS = {("POST", "/v1/jobs"), ("POST", "/v1/jobs/batch"), ("POST", "/v1/comparisons"), ("POST", "/v1/keys")}
 OF_ALL_TENANTS = {("GET", "/metrics"), ("GET", "/internal/v1/prometheus/targets")}
 BY_TENANT_WITHOUT_IDS = {("GET", "/v1/alerts"), ("GET", "/v1/usage")}
 """Lists that have something for everyone too: `test_alerts_api.py` and `test_quotas.py` look at what each tenant sees."""
@@ -169,6 +169,7 @@ def test_lists_have_what_a_tenant_owns(keyed: TestClient, owned: dict[str, str])
 def test_what_is_new_belongs_to_the_tenant_of_the_key(keyed: TestClient, spec_document: Document) -> None:
     bodies = {
         "/v1/jobs": spec_document,
+        "/v1/jobs/batch": {"job": spec_document, "changes": [{}]},
         "/v1/comparisons": {"job": spec_document, "levels": ["fp32", "O1"], "seeds": 2},
         "/v1/keys": {"name": "ada", "role": "viewer"},
     }
@@ -178,11 +179,18 @@ def test_what_is_new_belongs_to_the_tenant_of_the_key(keyed: TestClient, spec_do
         for path, body in bodies.items():
             # The same idempotency key in each tenant: what the other one has is no replay.
             answer = keyed.post(path, json=body, headers=headers | {"Idempotency-Key": f"first-of-{path[4:]}"})
-            assert (answer.status_code, answer.json()["tenant"]) == (201, tenant)
+            assert (answer.status_code, made(answer)["tenant"]) == (201, tenant)
             assert "Idempotent-Replayed" not in answer.headers
             if path != "/v1/keys":
                 again = keyed.post(path, json=body, headers=headers | {"Idempotency-Key": f"first-of-{path[4:]}"})
-                assert (again.json()["id"], again.headers["Idempotent-Replayed"]) == (answer.json()["id"], "true")
+                assert (made(again)["id"], again.headers["Idempotent-Replayed"]) == (made(answer)["id"], "true")
+
+
+def made(answer: httpx.Response) -> Document:
+    """Return what an answer shows of what is new, the first of a batch."""
+    document: Document = answer.json()
+    first: Document = document.get("jobs", [document])[0]
+    return first
 
 
 @ON_SQLITE

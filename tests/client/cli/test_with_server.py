@@ -114,6 +114,20 @@ def test_submit_prints_the_id_and_what_to_do_next(octet: Callable[..., Result], 
     assert json.loads(octet("submit", job_file, "--json").stdout)["state"] == "queued"
 
 
+def test_submit_varies_fields(octet: Callable[..., Result], client: Client, job_file: str) -> None:
+    shown = octet("submit", job_file, "--set", "name=varied", "--vary", "precision.level=O2,te", "--vary", "training.seed=1,2")
+    jobs = list(client.jobs(name="varied"))[::-1]
+    assert shown.exit_code == 0
+    assert [(job.spec.precision.level, job.spec.training.seed) for job in jobs] == [("O2", 1), ("O2", 2), ("te", 1), ("te", 2)]
+    assert shown.stdout.splitlines()[0] == f"{jobs[0].id}  O2, seed=1"
+    assert shown.stdout.splitlines()[-1] == "4 jobs are stored. They wait in the queue: octet list"
+    varied = ("submit", job_file, "--vary", "training.seed=1,2")
+    assert [job["spec"]["training"]["seed"] for job in json.loads(octet(*varied, "--json").stdout)["jobs"]] == [1, 2]
+    refused = octet("submit", job_file, "--vary", "training.steps=0")
+    assert (refused.exit_code, "changes.0.training.steps" in refused.stderr) == (2, True)
+    assert "it shows one job" in octet(*varied, "--watch").stderr
+
+
 def test_what_only_the_server_can_refuse(octet: Callable[..., Result], job_file: str) -> None:
     for command in ("submit", "validate"):
         shown = octet(command, job_file, "--set", "resources.pool=gpu")
