@@ -16,7 +16,7 @@ OTHER_TRITON := build/triton-3.6.0
 # Helm's own library, to render the chart: as large as 240 MB, so it is where the chart is checked alone.
 HELM := build/helm-python-sdk-0.2.2
 
-.PHONY: install demo docs release release-check test test-system test-matrix test-parallel prometheus page-tools page-types pictures dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-wheels bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3 bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
+.PHONY: install demo docs release release-check test test-system test-matrix test-parallel prometheus page-tools page-types pictures dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-day gpu-wheels bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
 # What `octet serve` and `octet demo` run. torch comes first and alone: the CPU build where the machine has no NVIDIA device. To change
@@ -176,9 +176,12 @@ test-gpu:
 bench-gpu-kernels bench-gpu-train bench-gpu-accuracy: bench-gpu-%:
 	$(GPU_PYTHON) -m benchmarks.gpu.$* --out $(OUT)
 
-# What half an hour on such a machine has time for, each within ten minutes. The first begins with make test-gpu.
-bench-gpu-lease-1 bench-gpu-lease-2 bench-gpu-lease-3: bench-gpu-lease-%:
-	$(GPU_PYTHON) -m benchmarks.gpu.lease $* --out $(OUT)
+# Half an hour on such a machine: test-gpu, then every figure beside its prediction, into benchmarks/results: docs/gpu-day.md. It
+# continues what was stopped. PART=1, 2 or 3 is one third of it and ends within ten minutes.
+PART    ?=
+GPU_DAY ?= build/gpu-day
+gpu-day:
+	$(GPU_PYTHON) -m benchmarks.gpu.day $(if $(PART),--part $(PART)) --out $(GPU_DAY)
 
 # The packages that a GPU machine's Python 3.12 has not, for a machine without network. Triton, torch, NumPy and safetensors it has.
 GPU_WHEELS := pydantic|pydantic_core|annotated-types|typing-inspection

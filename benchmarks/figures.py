@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
+PREDICTIONS = RESULTS.with_name("PREDICTIONS.md")
+"""Every figure that is predicted for a GPU, with and without a goal. `make gpu-day` reads it."""
 OUT = RESULTS.parent.parent / "build/benchmarks"
 """The default folder for detailed tables. Git ignores it; a table that RESULTS.md cites is copied to `results/`."""
 
@@ -101,13 +103,19 @@ def read(path: Path) -> tuple[str, dict[str, Figure], str]:
 
 
 def commit() -> str:
-    """Return the checkout's commit, with "+" where files differ from it; "" where there is no git."""
-    root = RESULTS.parent.parent
+    """Return the checkout's commit, with "+" where other files than results differ from it; "" where there is no git."""
+    folder = RESULTS.parent.name
+    results = [f":!{folder}/{name}" for name in (RESULTS.name, PREDICTIONS.name, "results")]
     try:
-        words = ["git", "-C", str(root), "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+"]
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+        name = _git("describe", "--always", "--abbrev=7", "--exclude=*")
+        return name + ("+" if _git("status", "--porcelain", "--untracked-files=no", "--", ".", *results) else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(RESULTS.parent.parent), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

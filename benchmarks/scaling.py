@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.figures import OUT, Figure, add_write_option, write
 from benchmarks.gpu.networks import Way, build_gpt, in_fp8, prepare
-from benchmarks.gpu.roofline import COPY_BYTES_PER_S, GEMM_FLOPS_PER_S, bf16_work, fp8_work
+from benchmarks.gpu.roofline import Rates, bf16_work, fp8_work, rates_of
 from benchmarks.wire_bytes import Traffic, count
 from octet.api_schemas.layout import WideDtype
 from octet.api_schemas.levels import LEVELS
@@ -35,6 +35,7 @@ from octet.worker.planning.live_bytes import LiveBytes
 from octet.worker.planning.trace import with_fake_values
 
 COUNTED_RANKS, NODE = 8, 8
+RATES = rates_of("own")
 
 NVLINK_BYTES_PER_S = 0.8 * 450e9
 """H100 SXM: 900 GB/s of NVLink in both directions together by its data sheet; of one direction, four fifths."""
@@ -90,37 +91,37 @@ class StepTime:
         return self.compute_s + self.optimizer_s + self.exposed_s
 
 
-def linear_s(level: str, m: int, k: int, n: int, copy_bytes_per_s: float = COPY_BYTES_PER_S) -> float:
+def linear_s(level: str, m: int, k: int, n: int, rates: Rates = RATES) -> float:
     """Seconds of a linear layer, forward and backward, quantization included. m tokens, k in features, n out features."""
     row = LEVELS[level]
     weights = "scaled" if row.weight != "fp32" else "fp32"
-    return (fp8_work(weights, "tensor") if row.has_own_fp8 else bf16_work(weights)).seconds(m, k, n, copy_bytes_per_s)
+    return (fp8_work(weights, "tensor") if row.has_own_fp8 else bf16_work(weights)).seconds(m, k, n, rates)
 
 
-def block_s(sizes: GPTSizes, level: str, num_tokens: int, tensor: int = 1, copy_bytes_per_s: float = COPY_BYTES_PER_S) -> float:
+def block_s(sizes: GPTSizes, level: str, num_tokens: int, tensor: int = 1, rates: Rates = RATES) -> float:
     """Seconds of one block, forward and backward, on one of `tensor` GPUs that share it."""
     h, m = sizes.hidden_size, num_tokens
     column, row = ((h, 3 * h), (h, 4 * h)), ((h, h), (4 * h, h))
-    products_s = sum(linear_s(level, m, k, n // tensor, copy_bytes_per_s) for k, n in column)
-    products_s += sum(linear_s(level, m, k // tensor, n, copy_bytes_per_s) for k, n in row)
+    products_s = sum(linear_s(level, m, k, n // tensor, rates) for k, n in column)
+    products_s += sum(linear_s(level, m, k // tensor, n, rates) for k, n in row)
     # Causal: half of 2 · 2 · M · T · H forward, and 2.5 times that backward
     attention_s = 3.5 * 2 * m * sizes.max_sequence_length * h / tensor / ATTENTION_FLOPS_PER_S
     kind = "FP8" if LEVELS[level].has_own_fp8 else "bf16-amp"
-    return products_s + attention_s + BYTES_PER_ACTIVATION[kind] * m * h / tensor / copy_bytes_per_s
+    return products_s + attention_s + BYTES_PER_ACTIVATION[kind] * m * h / tensor / rates.copy_bytes_per_s
 
 
-def compute_s(sizes: GPTSizes, level: str, num_tokens: int, copy_bytes_per_s: float = COPY_BYTES_PER_S) -> float:
+def compute_s(sizes: GPTSizes, level: str, num_tokens: int, rates: Rates = RATES) -> float:
     """Seconds of one micro-batch's forward and backward pass; the head multiplies in bf16 at every level."""
     h, v = sizes.hidden_size, sizes.vocab_size
-    head_s = 3 * 2 * num_tokens * h * v / GEMM_FLOPS_PER_S["bf16"] + 8 * num_tokens * v / copy_bytes_per_s
-    return sizes.num_layers * block_s(sizes, level, num_tokens, copy_bytes_per_s=copy_bytes_per_s) + head_s
+    head_s = 3 * 2 * num_tokens * h * v / rates.gemm_flops_per_s["bf16"] + 8 * num_tokens * v / rates.copy_bytes_per_s
+    return sizes.num_layers * block_s(sizes, level, num_tokens, rates=rates) + head_s
 
 
-def optimizer_s(sizes: GPTSizes, run: Run, num_ranks: int, copy_bytes_per_s: float = COPY_BYTES_PER_S) -> float:
+def optimizer_s(sizes: GPTSizes, run: Run, num_ranks: int, rates: Rates = RATES) -> float:
     """The update reads all that its parameters hold and writes all but the gradients; under ZeRO ranks share the parameters."""
     held = count(sizes, run.level, 0, COUNTED_RANKS, run.wide).held
     num_bytes = 2 * sum(held.values()) - held["gradients"]
-    return num_bytes / (num_ranks if run.zero_stage else 1) / copy_bytes_per_s
+    return num_bytes / (num_ranks if run.zero_stage else 1) / rates.copy_bytes_per_s
 
 
 def gather_s(num_bytes: float, num_ranks: int) -> float:
@@ -324,8 +325,8 @@ def figures(models: Sequence[LargeModel]) -> list[Figure]:
 
 def report(command: str, models: Sequence[LargeModel]) -> str:
     """Return the whole document."""
-    rates = {"NVLink, one direction": NVLINK_BYTES_PER_S, "a port": PORT_BYTES_PER_S, "copies": COPY_BYTES_PER_S}
-    flops = GEMM_FLOPS_PER_S | {"attention": ATTENTION_FLOPS_PER_S}
+    rates = {"NVLink, one direction": NVLINK_BYTES_PER_S, "a port": PORT_BYTES_PER_S, "copies": RATES.copy_bytes_per_s}
+    flops = RATES.gemm_flops_per_s | {"attention": ATTENTION_FLOPS_PER_S}
     lines = [
         f"# Many H100s, predicted, {datetime.now(UTC):%Y-%m-%d}",
         f"`{command}`, torch {torch.__version__}, Python {platform.python_version()}. No GPU was used, and no second process.",

@@ -8,6 +8,7 @@ the same for every level. Finished runs are kept in --runs and not repeated. Sch
 `benchmarks/curves.py`.
 """
 
+import importlib.util
 import json
 import math
 import time
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks.curves import Run, Setting, draw, load_source_text, mean_curve, smooth
 from benchmarks.gpu.networks import in_fp8
 from benchmarks.gpu.report import NOT_REACHED, Report, Row, Target
-from benchmarks.gpu.session import Case, Section, Session, parser, run
+from benchmarks.gpu.session import Case, Section, Session, missing, parser, run
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models.gpt import gpt_sizes
 from octet.api_schemas.paired import Interval, gaps
@@ -38,6 +39,7 @@ TARGETS = {
 }
 STEPS = 2000
 TIMED = "O2"
+TO_LOSS = f"{TIMED}: time to the same loss"
 TIME_TO_LOSS = Target(1.10, 1.20)
 SMALL = Setting(gpt_sizes(512, 8, 8, 256, 512), batch_size=16, steps=1000, warmup_steps=100, learning_rate=6e-4)
 LARGE = Setting(gpt_sizes(1024, 10, 16, 256, 512), batch_size=16, steps=STEPS, warmup_steps=100, learning_rate=6e-4)
@@ -157,7 +159,7 @@ def _gaps(runs: dict[Key, Run], levels: Sequence[str]) -> Iterator[Row]:
 
 def _time_to_loss(runs: dict[Key, Run]) -> Iterator[Row]:
     """Compare the times at which both have reached the loss that both reach."""
-    figure = f"{TIMED}: time to the same loss"
+    figure = TO_LOSS
     if (REFERENCE, 0) not in runs or (TIMED, 0) not in runs:
         yield Row(figure, NOT_REACHED, note=f"it needs {REFERENCE} and {TIMED}")
         return
@@ -176,6 +178,9 @@ def time_to_same_loss(*runs: Run) -> tuple[float, tuple[float, ...]]:
 
 
 def _curves(report: Report, runs: dict[Key, Run], levels: Sequence[str]) -> Iterator[Row]:
+    if importlib.util.find_spec("matplotlib") is None:
+        yield missing("curves", "matplotlib")
+        return
     path = report.path.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
     by_level = {level: [run for (of, _), run in runs.items() if of == level] for level in levels}

@@ -21,7 +21,7 @@ from benchmarks.gpu.report import Row, Target, first_line
 from benchmarks.gpu.session import Case, Session
 from octet.api_schemas import GPTSizes
 from octet.api_schemas.models.gpt import gpt_sizes
-from octet.worker.rank.main import ALLOCATOR
+from octet.worker.common.config import ALLOCATOR
 
 WAYS = {"bf16-amp": BF16_AMP, "O2": O2}
 BYTES_PER_PARAMETER = {"bf16-amp": 20, "O2": 8}  # rough, including activations; the search starts from it

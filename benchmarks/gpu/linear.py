@@ -36,9 +36,9 @@ def linear_cases(session: Session) -> list[Case]:
     cases = []
     for shape in SMALL if session.smoke else SHAPES:
         taken: dict[str, Timing] = {}
-        cases.append(Case(f"linear {_text(shape)}, bf16", partial(_in_bf16, session, shape, taken)))
+        cases.append(Case(f"linear {text(shape)}, bf16", partial(_in_bf16, session, shape, taken)))
         for name in sorted(WAYS, key=lambda name: not name.startswith("torchao")):
-            cases.append(Case(f"linear {_text(shape)}, {name}", partial(_in_fp8, session, shape, name, taken), expected_s=8))
+            cases.append(Case(f"linear {text(shape)}, {name}", partial(_in_fp8, session, shape, name, taken), expected_s=8))
     return cases
 
 
@@ -46,14 +46,14 @@ def _in_bf16(session: Session, shape: tuple[int, int, int], taken: dict[str, Tim
     taken["bf16"] = time_layer(session.timer, _layer(session, shape), shape)
     flops_per_s = _flops(shape) / taken["bf16"].median_s
     ceiling = session.ceilings.gemm_flops_per_s
-    figure = f"linear {_text(shape)}, bf16"
+    figure = f"linear {text(shape)}, bf16"
     reference = f"bf16 GEMM {ceiling / 1e12:.0f} TFLOP/s"
     yield Row(figure, f"{taken['bf16']}, {flops_per_s / 1e12:.0f} TFLOP/s", reference, flops_per_s / ceiling)
 
 
 def _in_fp8(session: Session, shape: tuple[int, int, int], name: str, taken: dict[str, Timing]) -> Iterator[Row]:
     level, recipe, target = WAYS[name]
-    figure = f"linear {_text(shape)}, {name}"
+    figure = f"linear {text(shape)}, {name}"
     if level == "ao" and find_spec("torchao") is None:
         yield missing(figure, "torchao")
         return
@@ -100,5 +100,6 @@ def _flops(shape: tuple[int, int, int]) -> int:
     return 6 * rows * in_features * out_features
 
 
-def _text(shape: tuple[int, int, int]) -> str:
+def text(shape: tuple[int, int, int]) -> str:
+    """Return a shape as rows name it."""
     return "×".join(str(size) for size in shape)

@@ -78,7 +78,7 @@ def _against(level: str, peer: str, taken: dict[str, Timing]) -> Iterator[Row]:
     own, other = taken.get(f"AdamW {level}"), taken.get(peer)
     if own and other:
         target = FASTER if level == "O2" and peer != "bitsandbytes AdamW8bit" else None
-        yield Row(f"AdamW {level} against {peer}", str(own), str(other), other.median_s / own.median_s, target)
+        yield Row(f"AdamW {level} against {peer}", str(own), f"theirs {other}", other.median_s / own.median_s, target)
 
 
 def _step_of_lion(session: Session, taken: dict[str, Timing]) -> Iterator[Row]:

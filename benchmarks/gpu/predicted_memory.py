@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.figures import OUT, Figure, add_write_option, write
+from benchmarks.figures import OUT, PREDICTIONS, Figure, add_write_option, write
 from benchmarks.gpu.networks import (
     BF16_AMP,
     FP16_AMP,
@@ -115,17 +115,22 @@ def gpt_rows(smoke: bool) -> Iterator[Row]:
         found: dict[str, Prediction] = {}
         for way in SMOKE_WAYS if smoke else WAYS:
             found[way.name] = predicted = predict(partial(_gpt_step, size, way))
-            figure = f"GPT {size.name}, {size.batch_size} × {size.config.max_sequence_length} tokens, {way.name}"
+            figure = f"GPT {size.name}, {way.name}: peak memory"
+            note = f"{size.batch_size} × {size.config.max_sequence_length} tokens. {predicted.note}"
             if way in PEERS:
-                yield Row(figure, str(predicted), note=predicted.note)
+                reference, ratio = "", None
+                if way != BF16_AMP:
+                    base = found[BF16_AMP.name]
+                    reference, ratio = f"{BF16_AMP.name} {base}", predicted.peak_bytes / base.peak_bytes
+                yield Row(figure, str(predicted), reference, ratio, note=note)
                 continue
             for peer in PEERS:
                 if peer.name not in found:
                     continue
                 ratio = predicted.peak_bytes / found[peer.name].peak_bytes
                 target = MEMORY if way == O2 and size.name in WITH_TARGET else None
-                note = predicted.note if peer == BF16_AMP else ""
-                yield Row(figure, str(predicted), f"{peer.name} {found[peer.name]}", ratio, target, note)
+                noted = note if peer == BF16_AMP else ""
+                yield Row(figure, str(predicted), f"{peer.name} {found[peer.name]}", ratio, target, noted)
 
 
 def vision_rows(smoke: bool) -> Iterator[Row]:
@@ -135,15 +140,20 @@ def vision_rows(smoke: bool) -> Iterator[Row]:
             found[way.name] = predicted = predict(partial(vision_step, family, way, smoke=smoke))
             name = {"Swin": "Swin-1.0B at batch 16", "ViT": "ViT-1.2B at batch 64"}[family]
             if way == FP16_AMP:
-                yield Row(f"{name}, {way.name}", str(predicted), note=predicted.note)
+                yield Row(f"{name}, {way.name}: peak memory", str(predicted), note=predicted.note)
                 continue
             saved = 1 - predicted.peak_bytes / found[FP16_AMP.name].peak_bytes
             reference, target = f"fp16-amp {found[FP16_AMP.name]}", SAVED[family] if way not in PEERS else None
-            yield Row(f"{name}, {way.name}: saved", str(predicted), reference, saved, target, predicted.note, style=".0%")
+            yield Row(
+                f"{name}, {way.name}: peak memory saved", str(predicted), reference, saved, target, predicted.note, style=".0%"
+            )
 
 
 CITED = ("Model of 8 B parameters", "Loading a model of 8 B parameters")
 """The sections that docs/fine-tuning.md shows."""
+
+MEASURED = ("GPT step", "Options that save memory", "Vision models", "Largest GPT")
+"""The sections whose rows `make gpu-day` measures."""
 
 SECTIONS = {
     "GPT step": gpt_rows,
@@ -164,6 +174,11 @@ def _gpt_step(size: Size, way: Way, device: torch.device) -> tuple[Step, Any]:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}"
+
+
+def predictions(report: Report) -> list[Figure]:
+    """Return all rows that a GPU benchmark measures, under its names."""
+    return [row.result("memory, predicted") for name in MEASURED for row in report.sections.get(name, [])]
 
 
 def figures(report: Report) -> list[Figure]:
@@ -193,7 +208,9 @@ def main() -> int:
                 report.add(name, row)
     sys.stdout.write(str(report))
     if options.write and not options.smoke:
-        write(options.write, figures(report), "make bench-predicted-memory", "no GPU (predicted)", is_timed=False)
+        where = ("make bench-predicted-memory", "no GPU (predicted)")
+        write(options.write, figures(report), *where, is_timed=False)
+        write(options.write.with_name(PREDICTIONS.name), predictions(report), *where, is_timed=False)
     return 0
 
 

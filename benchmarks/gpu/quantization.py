@@ -34,14 +34,19 @@ WAYS: tuple[Way, ...] = (
 )
 
 
+SHAPES = ((32768, 16384), (16384, 4096))
+VERBS = ("quantize", "quantize+transpose")
+
+
 def quantize_cases(session: Session) -> list[Case]:
     """Return the cases: quantize, and quantize with the transposed codes."""
-    shapes = [(256, 256)] if session.smoke else [(32768, 16384), (16384, 4096)]
+    shapes = ((256, 256),) if session.smoke else SHAPES
     return [
-        Case(f"{'quantize+transpose' if both else 'quantize'} {way[0]}, {shape[0]}×{shape[1]}",
-             partial(_quantize, session, way, shape, both))
-        for shape in shapes for both in (False, True) for way in WAYS
-    ]  # fmt: skip
+        Case(f"{VERBS[both]} {way[0]}, {shape[0]}×{shape[1]}", partial(_quantize, session, way, shape, both))
+        for shape in shapes
+        for both in (False, True)
+        for way in WAYS
+    ]
 
 
 def gradient_cases(session: Session) -> list[Case]:
@@ -74,7 +79,7 @@ def _quantize(session: Session, way: Way, shape: tuple[int, int], both: bool) ->
         _check(x, side)
     num_bytes = inputs[0].numel() * (both_bytes if both else rows_bytes) + sum(side.dequant_scale.nbytes for side in sides)
     del sides
-    yield _share_row(session, f"{'quantize+transpose' if both else 'quantize'} {name}, {shape[0]}×{shape[1]}", quantize,
+    yield _share_row(session, f"{VERBS[both]} {name}, {shape[0]}×{shape[1]}", quantize,
                      num_bytes, inputs[0].numel(), SHARE)  # fmt: skip
 
 

@@ -11,10 +11,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.figures import Figure
+from benchmarks.gpu.predictions import Predictions
 
 COLUMNS = ("figure", "measured", "compared with, in the same run", "ratio", "ship", "ahead", "met", "note")
+BESIDE_PREDICTIONS = (*COLUMNS, "predicted", "holds")
+"""Columns of a table whose rows stand beside what was predicted for this device."""
 PACKAGES = ("triton", "torchao", "transformers", "bitsandbytes")
-NOT_REACHED, ERROR, MISSING = "not reached", "error", "missing"
+NOT_REACHED, ERROR, MISSING, OUT_OF_MEMORY = "not reached", "error", "missing", "out of memory"
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,17 @@ def unused(path: Path) -> Path:
 
 @dataclass
 class Report:
-    """Sections of rows below a header. path: the file, which every `write` replaces; see `unused`."""
+    """Sections of rows below a header. path: the file, which every `write` replaces; see `unused`.
+
+    predictions: adds two columns; None for a table that is itself predicted.
+    """
 
     title: str
     path: Path
     header: list[str]
     sections: dict[str, list[Row]] = field(default_factory=dict)
     closing: list[str] = field(default_factory=list)
+    predictions: Predictions | None = None
 
     def add(self, section: str, row: Row) -> None:
         self.sections.setdefault(section, []).append(row)
@@ -103,11 +110,20 @@ class Report:
         """Return the rows with a goal that were measured."""
         return [row.result(area) for row in self.rows() if row.target is not None and row.ratio is not None]
 
+    def _cells(self, row: Row) -> tuple[str, ...]:
+        if self.predictions is None:
+            return row.cells()
+        figure = row.result("GPU")
+        prediction = self.predictions.find(figure.figure)
+        beside = ("", "") if prediction is None else (str(prediction), prediction.verdict(figure.value))
+        return (*row.cells(), *beside)
+
     def __str__(self) -> str:
         lines = [f"# {self.title}, {datetime.now(UTC):%Y-%m-%d}", "", *self.header]
+        columns = COLUMNS if self.predictions is None else BESIDE_PREDICTIONS
         for section, rows in self.sections.items():
-            lines += ["", f"## {section}", "", f"| {' | '.join(COLUMNS)} |", "| " + " | ".join(["---"] * len(COLUMNS)) + " |"]
-            lines += [f"| {' | '.join(row.cells())} |" for row in rows]
+            lines += ["", f"## {section}", "", f"| {' | '.join(columns)} |", "| " + " | ".join(["---"] * len(columns)) + " |"]
+            lines += [f"| {' | '.join(self._cells(row))} |" for row in rows]
         return "\n".join([*lines, *(["", *self.closing] if self.closing else [])]) + "\n"
 
 

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from octet.worker.fp8.speedups import KINDS, WEIGHTS, SpeedupTable
 
@@ -31,6 +31,53 @@ H100 of 500 W that reaches 585 in bf16). triton: by blocks, takes 1.1 to 1.5 tim
 GEMM_S, LAUNCH_S = 6e-6, 2e-6
 """Fixed times. GEMM: fits 28 us for a product of 2048^3 in bf16. Launch: another kernel, mostly waiting time."""
 
+LONGER_ACCUMULATION = 1.2
+"""A product by tensor scales takes 1.1 to 1.2 times as long without fast accumulation (pytorch/ao#2377); here the longer."""
+
+PEERS_FP8_TO_BF16 = 1.65
+"""The rate of FP8 products by tensor scales to bf16's with which steps gain what a peer has measured: llm.q (the README of
+IST-DASLab/llmq, one H100) trains in FP8 1.24 times as fast as in bf16 at 1.5 B, 1.29 at 3 B and 1.36 at 7 B. Published rates of
+large products alone give 1.82."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates that a prediction assumes: a copy's bytes per second, products' FLOP/s by name.
+
+    backward: times by which the two products of the backward pass take longer in FP8 by tensor scales.
+    """
+
+    copy_bytes_per_s: float = COPY_BYTES_PER_S
+    gemm_flops_per_s: dict[str, float] = field(default_factory=lambda: dict(GEMM_FLOPS_PER_S))
+    backward: float = 1.0
+
+    def product_s(self, name: str, flops: float, num_bytes: float, *, is_backward: bool) -> float:
+        """Return the seconds of a product: the longer of its operations and of its bytes, and a fixed time."""
+        longer = self.backward if is_backward and name == "tensor" else 1.0
+        return GEMM_S + max(flops / self.gemm_flops_per_s[name] * longer, num_bytes / self.copy_bytes_per_s)
+
+
+def rates_of(assumption: str, copy_bytes_per_s: float = COPY_BYTES_PER_S) -> Rates:
+    """Return the rates of one of ASSUMPTIONS on a device with this bandwidth."""
+    flops, backward = GEMM_FLOPS_PER_S, 1.0 if assumption == "fast" else LONGER_ACCUMULATION
+    if assumption == "peers":
+        flops = flops | {"tensor": PEERS_FP8_TO_BF16 * flops["bf16"]}
+    return Rates(copy_bytes_per_s, dict(flops), backward)
+
+
+ASSUMPTIONS = {
+    "fast": "published FP8 rates and fast accumulation in all three products of a layer",
+    "own": "published FP8 rates; by tensor scales the two products of the backward pass, which run without fast accumulation, "
+    f"take {LONGER_ACCUMULATION} times as long (pytorch/ao#2377)",
+    "peers": f"as before, and FP8 products by tensor scales at {PEERS_FP8_TO_BF16} times bf16's rate, with which the measured "
+    "steps of llm.q agree",
+}
+"""The assumptions, from the fastest to the slowest. Octet's kernels run as "own" says: `worker/kernels/linear.py`."""
+
+
+DEFAULT_RATES = Rates()
+"""An H100 with published rates and fast accumulation: what the shipped table of speedups is computed from."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -47,17 +94,16 @@ class Work:
     weight_bytes: int
     num_launches: int
 
-    def seconds(self, m: int, k: int, n: int, copy_bytes_per_s: float = COPY_BYTES_PER_S) -> float:
+    def seconds(self, m: int, k: int, n: int, rates: Rates = DEFAULT_RATES) -> float:
         output, grad_input, grad_weight = self.gemms
         products = ((output, m, k, n, 2), (grad_input, m, n, k, 2), (grad_weight, n, m, k, self.grad_weight_bytes))
-        products_s = sum(self._gemm_s(copy_bytes_per_s, *product) for product in products)
+        products_s = 0.0
+        for number, (name, num_rows, num_summed, num_columns, out_bytes) in enumerate(products):
+            num_bytes = self.operand_bytes * num_summed * (num_rows + num_columns) + out_bytes * num_rows * num_columns
+            flops = 2 * num_rows * num_summed * num_columns
+            products_s += rates.product_s(name, flops, num_bytes, is_backward=number > 0)
         num_bytes = self.input_bytes * m * k + self.grad_output_bytes * m * n + self.weight_bytes * k * n
-        return products_s + num_bytes / copy_bytes_per_s + self.num_launches * LAUNCH_S
-
-    def _gemm_s(self, copy_rate: float, rate: str, num_rows: int, num_summed: int, num_columns: int, out_bytes: int) -> float:
-        num_bytes = self.operand_bytes * num_summed * (num_rows + num_columns) + out_bytes * num_rows * num_columns
-        operations_s = 2 * num_rows * num_summed * num_columns / GEMM_FLOPS_PER_S[rate]
-        return GEMM_S + max(operations_s, num_bytes / copy_rate)
+        return products_s + num_bytes / rates.copy_bytes_per_s + self.num_launches * LAUNCH_S
 
 
 PLAIN_BF16 = Work(("bf16",) * 3, 2, 2, 0, 0, 0, 0)

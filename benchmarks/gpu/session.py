@@ -1,7 +1,7 @@
 """Run a benchmark: its options, its sections within their time budgets, and the resulting table.
 
 A section is a list of cases, and each case makes rows. If a case raises, its row has the error, the run continues and the
-exit status is 1. If no time is left for a case, its row says so.
+exit status is 1. If no time is left for a case, or the device has too little memory for it, its row says so.
 """
 
 import argparse
@@ -18,10 +18,12 @@ from types import FrameType
 import torch
 
 from benchmarks.figures import OUT, add_write_option, command_line, write
+from benchmarks.gpu.predictions import Predictions
 from benchmarks.gpu.report import (
     ERROR,
     MISSING,
     NOT_REACHED,
+    OUT_OF_MEMORY,
     Report,
     Row,
     describe_machine,
@@ -142,12 +144,12 @@ def run(name: str, title: str, options: argparse.Namespace, sections: Callable[[
     session = Session(options, device, timer, measure_ceilings(timer, smoke=options.smoke))
     kind = "-smoke" if options.smoke else ""
     path = unused(options.out / f"{datetime.now(UTC):%Y-%m-%d}-gpu-{name}{kind}.md")
-    report = Report(title, path, _header(name, session))
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    report = Report(title, path, _header(name, session), predictions=Predictions.of(machine))
     try:
         _run_sections(_chosen(sections(session, report), options.sections), session, report, began)
     finally:  # a run that is interrupted keeps its figures, too
         if options.write and not session.smoke:
-            machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
             command = command_line(f"benchmarks.gpu.{name}", sys.argv[1:])
             write(options.write, report.results(f"GPU, {name}"), command, machine, is_timed=False)
     missing = ", ".join(missing_packages())
@@ -166,7 +168,8 @@ def _header(name: str, session: Session) -> list[str]:
         "",
         describe_machine(session.device),
         f"Ceilings, measured in this run: {session.ceilings}. Times are medians of device events, ± the distance "
-        "between quartiles; all data is random.",
+        "between quartiles; all data is random. "
+        "Predictions are those of `benchmarks/PREDICTIONS.md` for this device.",
     ]
 
 
@@ -211,6 +214,8 @@ def _run_section(section: Section, session: Session, report: Report, budget_s: f
                     report.add(section.name, row)
         except OutOfTime:
             report.add(section.name, Row(case.name, NOT_REACHED, note=f"stopped after {left_s:.0f} s"))
+        except torch.OutOfMemoryError as error:
+            report.add(section.name, Row(case.name, OUT_OF_MEMORY, note=first_line(error)))
         except Exception as error:  # noqa: BLE001  the remaining cases shall still run
             report.add(section.name, Row(case.name, ERROR, note=first_line(error)))
 

@@ -26,7 +26,7 @@ from benchmarks.gpu import (
     speedups,
     train,
 )
-from benchmarks.gpu.report import COLUMNS, ERROR, NOT_REACHED, Report, Row, Target, first_line
+from benchmarks.gpu.report import BESIDE_PREDICTIONS, ERROR, NOT_REACHED, Report, Row, Target, first_line
 from benchmarks.gpu.session import Case, Ceilings, Section, Session
 from benchmarks.gpu.timing import Timer, Timing
 from octet.worker.fp8.speedups import load_tables
@@ -93,7 +93,7 @@ def test_codes_are_checked_before_they_are_timed(tmp_path: Path, monkeypatch: py
     assert len(sound_rows) == len(wrong_rows) == 2 * len(quantization.WAYS)
     assert ERROR not in {row[1] for row in sound_rows}
     assert {row[1] for row in wrong_rows} == {ERROR}
-    assert "the codes are off by 5." in wrong_rows[0][-1]
+    assert "the codes are off by 5." in wrong_rows[0][7]
 
 
 def test_errors_and_unreached_cases_become_rows_and_the_run_continues(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_errors_and_unreached_cases_become_rows_and_the_run_continues(tmp_path: 
     (path,) = tmp_path.glob("*.md")
     tables = read_tables(path.read_text())
     assert [row[:2] for row in tables["first"]] == [["broken", ERROR], ["sound", "1 ms"]]
-    assert tables["first"][0][-1] == "ValueError: file.py is broken"
+    assert tables["first"][0][7] == "ValueError: file.py is broken"
     assert [row[:2] for row in tables["second"]] == [["slow", NOT_REACHED], ["never", NOT_REACHED], ["sound", "1 ms"]]
 
 
@@ -143,7 +143,7 @@ def test_a_second_measurement_overwrites_no_speedups(tmp_path: Path) -> None:
 
 
 def test_replayed_steps_are_compared_with_those_that_the_cost_of_statistics_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third call of a lease has no section of GPT steps."""
+    """The third part of a day on a GPU has no section of GPT steps."""
     measured = train.Measured(Timing(1.0, 0.0, 0.0), 100.0, 1, 1)
     monkeypatch.setattr(train, "_measure_gpt", lambda *_: measured)
     session_of_none: Any = None
@@ -280,7 +280,7 @@ def read_tables(text: str) -> dict[str, list[list[str]]]:
     for part in text.split("\n## ")[1:]:
         name, *lines = part.splitlines()
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-        assert rows[0] == list(COLUMNS)
-        assert all(len(row) == len(COLUMNS) for row in rows)
+        assert rows[0] == list(BESIDE_PREDICTIONS)
+        assert all(len(row) == len(BESIDE_PREDICTIONS) for row in rows)
         tables[name] = rows[2:]
     return tables

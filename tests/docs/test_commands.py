@@ -87,6 +87,10 @@ ELSEWHERE = {
     r"helm upgrade .*": Elsewhere(
         "tests/deploy/test_helm.py", "def test_what_it_renders_fits_the_schemas", "a Kubernetes cluster"
     ),
+    r"make gpu-day.*": Elsewhere(
+        "tests/benchmarks/test_gpu_day.py", "def test_steps_that_ended_well_are_not_run_again", "a GPU"
+    ),
+    r"git (switch -c gpu-day|add benchmarks/results .*|commit -m .*)": Elsewhere("docs/gpu-day.md", "as a pull request"),
     r"make test-gpu.*|make bench-gpu-kernels .*": Elsewhere("tests/benchmarks/test_gpu_benchmarks.py", '"--smoke"', "a GPU"),
     r"\.venv/bin/python examples/transformers/train\.py .*": Elsewhere(_EXAMPLES, "def test_trainer"),
     r"\.venv/bin/python examples/accelerate/train\.py .*": Elsewhere(_EXAMPLES, "def test_accelerate"),

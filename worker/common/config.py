@@ -24,6 +24,9 @@ from octet.api_schemas.layout import ParallelismSpec
 from octet.api_schemas.rules.table import check_without_effect, reason_against
 from octet.api_schemas.training import AdapterSpec
 
+ALLOCATOR = "expandable_segments:True"
+"""Settings of torch's allocator in every rank, in the words of PYTORCH_ALLOC_CONF."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:

@@ -32,7 +32,7 @@ from octet.api_schemas import (
 )
 from octet.api_schemas.data import ANY_FILE, Files
 from octet.api_schemas.tracking import TrackersSpec
-from octet.worker.common.config import RankEnv, TrainConfig, resolve
+from octet.worker.common.config import ALLOCATOR, RankEnv, TrainConfig, resolve
 from octet.worker.common.errors import (
     Cancelled,
     Fenced,
@@ -52,8 +52,6 @@ from octet.worker.reporting.trackers.feed import TrackedReporter, TrackedRun
 if TYPE_CHECKING:
     import torch
 
-ALLOCATOR = "expandable_segments:True"
-"""Settings of torch's allocator in every rank, in the words of PYTORCH_ALLOC_CONF."""
 TRACE_VARIABLE = "TRACEPARENT"
 """The name under which OpenTelemetry passes on a span to a process."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
