@@ -16,11 +16,10 @@ from torch import Tensor
 
 from octet.worker.kernels import reference
 from octet.worker.kernels.cuda import language, quantization
-from octet.worker.kernels.cuda.amax import FLAT_BLOCK as AMAX_BLOCK
-from octet.worker.kernels.cuda.amax import FLAT_BLOCKS_PER_PROGRAM
+from octet.worker.kernels.cuda.amax import flat_blocks
 from octet.worker.kernels.cuda.amax import launch_flat as launch_amax
 from octet.worker.kernels.cuda.launching import MOST_KNOWN, Layout, PreparedLaunch, contiguous_layout
-from octet.worker.kernels.cuda.quantization import FLAT_BLOCK, SHARED_SCALE_TILE, launch_flat, launch_tile
+from octet.worker.kernels.cuda.quantization import FLAT_BLOCK, SHARED_SCALE_TILE, launch_flat, tile_launcher
 from octet.worker.kernels.cuda.rescale import FORMAT_NAMES
 from octet.worker.kernels.scales import ScaledCodes, ScaleKind
 
@@ -61,9 +60,10 @@ def _plan(
     """
     num_elements = shape.numel()
     layouts = contiguous_layout(tuple(shape)), contiguous_layout(tuple(shape[::-1]))
+    amax_block, num_blocks = flat_blocks(activation)
     find_amax = PreparedLaunch(
-        launch_amax, language.cdiv(num_elements, AMAX_BLOCK * FLAT_BLOCKS_PER_PROGRAM),
-        num_elements, in_window, activation, AMAX_BLOCK, FLAT_BLOCKS_PER_PROGRAM, num_given=1,
+        launch_amax, language.cdiv(num_elements, amax_block * num_blocks),
+        num_elements, in_window, activation, amax_block, num_blocks, num_given=1,
     )  # fmt: skip
     name = FORMAT_NAMES[codes_dtype]
     if sides == "rows":
@@ -75,7 +75,7 @@ def _plan(
         return _Plan(find_amax, encode, sides, *layouts)
     (num_rows, num_columns), (tile_m, tile_n) = shape, SHARED_SCALE_TILE
     encode = PreparedLaunch(
-        launch_tile, language.cdiv(num_rows, tile_m) * language.cdiv(num_columns, tile_n),
+        tile_launcher(activation), language.cdiv(num_rows, tile_m) * language.cdiv(num_columns, tile_n),
         num_columns, num_rows, num_columns, 0, 0, 0, 0, ScaleKind.TENSOR.value, name, activation, margin,
         sides == "both", True, is_stored, tracks_amax, tile_m, tile_n, num_given=1,
     )  # fmt: skip

@@ -158,11 +158,25 @@ def activation_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict
             "BLOCK": 8192,
         }
         yield f"encode_flat {name}", quantization._encode_flat, {**flat, "ACTIVATION": name}
-        yield f"amax_flat {name}", amax._amax_flat, {"HAS_UNLESS": True, "ACTIVATION": name, "BLOCK": 8192, "NUM_BLOCKS": 4}
-    for name in known[1:2] if spread else known:
-        tile = {**options, "TILE_M": 128, "TILE_N": 128, "KIND": "tensor", "ROWS": False, "COLUMNS": True, "TRACKS_AMAX": True}
+        block, num_blocks = amax.flat_blocks(name)
+        found = {"HAS_UNLESS": True, "ACTIVATION": name, "BLOCK": block, "NUM_BLOCKS": num_blocks}
+        yield f"amax_flat {name}", amax._amax_flat, found
+    for name in known[:1] if spread else known:
+        tile = {
+            **options,
+            "TILE_M": 128,
+            "TILE_N": 128,
+            "KIND": "tensor",
+            "ROWS": False,
+            "COLUMNS": True,
+            "TRACKS_AMAX": True,
+        }
         tile |= {"stored_scale": None, "HAS_STORED_SCALE": False}
         yield f"quantize_tile {name}", quantization._quantize_tile, {**tile, "ACTIVATION": name}
+        blocks = {"ROWS": True, "TRACKS_AMAX": False, **dict.fromkeys(("new_amax", "row_amax", "column_amax"))}
+        for kind in ("narrow",) if spread else ("narrow", "square"):
+            constants = {**tile, **blocks, "KIND": kind, "ACTIVATION": name}
+            yield f"quantize_tile {name} {kind}", quantization._quantize_tile, constants
         rows = {**options, "ROWS": 2, "COLUMNS": 4096, "FITS": True}
         yield f"quantize_rows {name}", quantization._quantize_rows, {**rows, "ACTIVATION": name}
     for name in known[1:] if spread else known:
@@ -244,6 +258,8 @@ def num_warps(name: str) -> int:
         return optimizer.NUM_WARPS
     if name.startswith("measure"):
         return measurement.WARPS
+    if re.match("quantize_tile gelu(?!-)", name):
+        return quantization.ERF_TILE_WARPS
     return 4 if name in ("accumulated_amax", "accumulate", "clamped_amax", "clamp", "mean_of_shards") else 8
 
 
