@@ -1,10 +1,12 @@
-"""Predict what others have published: memory of their runs beside the plans that `octet plan` makes of the same settings.
+"""Predict what others have published: memory, speed and traffic of their runs, beside the same settings here.
 
     python -m benchmarks.published [--write docs/plans.md]
 
-Nothing runs on a GPU. A published peak is what one version of somebody's software reserved; a planned one is what tensors of an
-eager step hold, without the allocator's and NCCL's shares. So the table is to be read, and is no gate: where a system stores
-something else than any of our levels does, the row says what.
+Nothing runs on a GPU. Memory is planned as `octet plan` does; of GPT-175B, whose pipeline no plan traces, as
+`benchmarks/scaling.py` counts it. A published peak is what one version of somebody's software reserved; a planned one is what
+tensors of an eager step hold, without the allocator's and NCCL's shares. Where a system stores what none of our levels does,
+the row has the same run in its formats too (`in_their_formats`), with those shares. Speeds are `benchmarks/scaling.py`'s, or
+the range of a plan. The table is to be read, and is no gate.
 """
 
 import argparse
@@ -16,9 +18,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octet.api_schemas import JobSpec
-from octet.api_schemas.plan import TraceReply, TraceRequest
+import torch
+
+from benchmarks.gpu.networks import build_gpt
+from benchmarks.scaling import (
+    FP8_LM_175B,
+    GPT_6_7B,
+    GPT_175B,
+    Layout,
+    Run,
+    kept_by_block,
+    large_models,
+    large_step_s,
+)
+from octet.api_schemas import GPTSizes, JobSpec
+from octet.api_schemas.models.gpt import gpt_sizes
+from octet.api_schemas.plan import CONTEXT_BYTES, NCCL_BYTES, TraceReply, TraceRequest
 from octet.api_schemas.planned_states import states_of
+from octet.api_schemas.resources import PoolConfig
+from octet.api_schemas.step_prediction import step_prediction
 
 GIB, GB = float(1 << 30), 1e9
 BEGIN, END = "<!-- benchmarks.published -->\n", "<!-- end -->\n"
@@ -35,9 +53,37 @@ COAT = "COAT (arXiv 2410.19313), Llama 2 7B, 4 GPUs"
 FP8_LM = "FP8-LM (arXiv 2310.18313), table 5"
 RESERVED = "published is reserved memory, and theirs recomputes other ops"
 EMBEDDING = f"{RESERVED}; our ZeRO 3 keeps embedding and head whole on each rank"
-MEGATRON = "Megatron 2023: bf16 weights beside fp32 gradients, dropout masks, NCCL's buffers, reserved memory"
 TE_COPIES = "Transformer Engine keeps FP8 and bf16 copies; `te` here is its recipe, not its storage"
-MS_AMP = "their fixed part is 4.4 bytes a parameter, not the 2.2 that their formats need"
+NEMO = "NVIDIA NeMo 24.07, Megatron Core, DGX H100, FP8"
+
+
+class Stored(NamedTuple):
+    """Bytes of a parameter: weights with their copies, gradients, and what a distributed optimizer divides over its ranks."""
+
+    weights: float
+    gradients: float
+    states: float
+
+
+MEGATRON = Stored(2, 4, 12)
+"""Weights in bf16, gradients in fp32; master weights and both moments in fp32."""
+TRANSFORMER_ENGINE = Stored(2 + 2, 4, 12)
+"""The same, and E4M3 codes of each weight, once for rows and once for columns, kept over micro-batches."""
+MS_AMP = Stored(1 + 1, 1, 2 + 1 + 2)
+"""E4M3 weights with transposed codes, gradients in FP8; master weights and second moments in fp16, first moments in FP8. That
+its products through Transformer Engine keep the transposed codes is assumed."""
+OF_LEVEL = {"bf16-amp": MEGATRON, "te": TRANSFORMER_ENGINE, "O3": MS_AMP}
+
+
+class Published(NamedTuple):
+    """A published peak: its unit, the same as a job, why the two differ, and the bytes that the system stores, if not ours."""
+
+    setting: str
+    peak: float
+    unit: float
+    job: JobSpec
+    why: str
+    stored: Stored | None = None
 
 
 def job_of(model: Any, level: str, workers: int, micro_batch_size: int, sequence_length: int, **options: Any) -> JobSpec:
@@ -61,9 +107,9 @@ def job_of(model: Any, level: str, workers: int, micro_batch_size: int, sequence
     )
 
 
-def titan(workers: int, micro_batch_size: int) -> JobSpec:
+def titan(workers: int, micro_batch_size: int, level: str = "bf16-amp") -> JobSpec:
     """Return a job as torchtitan's published runs are set."""
-    return job_of(LLAMA_3_8B, "bf16-amp", workers, micro_batch_size, 8192, **TITAN_JOB)
+    return job_of(LLAMA_3_8B, level, workers, micro_batch_size, 8192, **TITAN_JOB)
 
 
 def coat(level: str) -> JobSpec:
@@ -76,37 +122,86 @@ def fp8_lm(model: Any, level: str, micro_batch_size: int, **options: Any) -> Job
     return job_of(model, level, 32, micro_batch_size, 2048, zero_stage=1, **options)
 
 
-PEAKS: tuple[tuple[str, float, float, JobSpec, str], ...] = (
-    (f"{TITAN}; 8 H100, 1 × 8192, compiled (torchao's docs)", 47.65, GIB, titan(8, 1), f"{RESERVED}; 33.71 on B200, later"),
-    (f"{TITAN}; 8 H100, 2 × 8192, eager", 82.4, GIB, titan(8, 2), f"{RESERVED}; eager keeps more than our option does"),
-    (f"{TITAN}; 8 H100, 2 × 8192, compiled", 77.0, GIB, titan(8, 2), RESERVED),
-    (f"{TITAN}; 128 H100, 2 × 8192, eager", 67.0, GIB, titan(128, 2), EMBEDDING),
-    (f"{TITAN}; 128 H100, 2 × 8192, compiled", 62.0, GIB, titan(128, 2), f"{EMBEDDING}: both cancel"),
-    (f"{COAT}, bf16 (2 × 2048 taken)", 55.1, GB, coat("bf16-amp"), "micro-batch not stated"),
-    (f"{COAT}, Transformer Engine", 51.1, GB, coat("te"), TE_COPIES),
-    (f"{FP8_LM}: GPT 7B, micro-batch 2, bf16", 69.6, GB, fp8_lm(GPT_7B, "bf16-amp", 2), MEGATRON),
-    (f"{FP8_LM}: GPT 7B, micro-batch 2, Transformer Engine", 77.3, GB, fp8_lm(GPT_7B, "te", 2), TE_COPIES),
-    (f"{FP8_LM}: GPT 7B, micro-batch 2, MS-AMP O3", 49.4, GB, fp8_lm(GPT_7B, "O3", 2), MS_AMP),
-    (f"{FP8_LM}: GPT 7B, micro-batch 4, MS-AMP O3", 69.3, GB, fp8_lm(GPT_7B, "O3", 4), MS_AMP),
-    (f"{FP8_LM}: GPT 13B, tensor 2, bf16", 68.2, GB, fp8_lm(GPT_13B, "bf16-amp", 2, tensor=2, sequence=True), MEGATRON),
-    (f"{FP8_LM}: GPT 13B, tensor 2, MS-AMP O3", 48.9, GB, fp8_lm(GPT_13B, "O3", 2, tensor=2, sequence=True), MS_AMP),
+def fp8_lm_row(name: str, peak: float, job: JobSpec, why: str) -> Published:
+    """Return a row of the paper's table, with what its system stores."""
+    return Published(f"{FP8_LM}: {name}", peak, GB, job, why, OF_LEVEL[job.precision.level])
+
+
+TENSOR_2: dict[str, Any] = {"tensor": 2, "sequence": True}
+LEFT = "what is left: the allocator's share, which plans take at 7 %"
+SLOPE = "published grows by 10 GB a sequence, as much as bf16 keeps: 5 to 9 GB more than codes; another 5 to 7 are unexplained"
+UNEXPLAINED = "activations as in bf16, as at 7B, would add 4 GB; another 8 are unexplained"
+PEAKS: tuple[Published, ...] = (
+    Published(
+        f"{TITAN}; 8 H100, 1 × 8192, compiled (torchao's docs)", 47.65, GIB, titan(8, 1), f"{RESERVED}; 33.71 on B200, later"
+    ),
+    Published(
+        f"{TITAN}; 8 H100, 2 × 8192, eager", 82.4, GIB, titan(8, 2), f"{RESERVED}; eager keeps more than our option does"
+    ),
+    Published(f"{TITAN}; 8 H100, 2 × 8192, compiled", 77.0, GIB, titan(8, 2), RESERVED),
+    Published(f"{TITAN}; 128 H100, 2 × 8192, eager", 67.0, GIB, titan(128, 2), EMBEDDING),
+    Published(f"{TITAN}; 128 H100, 2 × 8192, compiled", 62.0, GIB, titan(128, 2), f"{EMBEDDING}: both cancel"),
+    Published(f"{COAT}, bf16 (2 × 2048 taken)", 55.1, GB, coat("bf16-amp"), "micro-batch not stated"),
+    Published(f"{COAT}, Transformer Engine", 51.1, GB, coat("te"), TE_COPIES),
+    fp8_lm_row("GPT 7B, micro-batch 2, bf16", 69.6, fp8_lm(GPT_7B, "bf16-amp", 2), LEFT),
+    fp8_lm_row("GPT 7B, micro-batch 2, Transformer Engine", 77.3, fp8_lm(GPT_7B, "te", 2), LEFT),
+    fp8_lm_row("GPT 7B, micro-batch 2, MS-AMP O3", 49.4, fp8_lm(GPT_7B, "O3", 2), SLOPE),
+    fp8_lm_row("GPT 7B, micro-batch 4, MS-AMP O3", 69.3, fp8_lm(GPT_7B, "O3", 4), SLOPE),
+    fp8_lm_row("GPT 13B, tensor 2, bf16", 68.2, fp8_lm(GPT_13B, "bf16-amp", 2, **TENSOR_2), LEFT),
+    fp8_lm_row("GPT 13B, tensor 2, MS-AMP O3", 48.9, fp8_lm(GPT_13B, "O3", 2, **TENSOR_2), UNEXPLAINED),
 )
-"""Setting, published peak, its unit, the same as a job, and why the two differ."""
+LARGE = (
+    ("bf16, micro-batch 1", "bf16-amp", 1, 66.1, LEFT),
+    ("Transformer Engine, micro-batch 1", "te", 1, 69.6, "NCCL's buffers are the largest that were published"),
+    (
+        "MS-AMP O3, micro-batch 1",
+        "O3",
+        1,
+        40.3,
+        "published grows by 5.8 GB a sequence, here by 7.0; 6 of its fixed GB are unexplained",
+    ),
+    ("MS-AMP O3, micro-batch 4", "O3", 4, 57.7, LEFT),
+)
+"""GPT-175B in the same table, in its layout: setting, level, sequences of a micro-batch, GB, and why they differ.
+
+66.1 and 40.3 agree with the abstract ("39 % less"); no stored copy of the table was found to check 69.6 and 57.7 against.
+"""
 
 
 class Result(NamedTuple):
-    """A row of the table: the figures as texts in one unit."""
+    """A row of the table: the figures as texts in one unit. difference: of the last figure there is; None within a range."""
 
     setting: str
     published: str
     predicted: str
-    difference: float
+    in_their_formats: str
+    difference: float | None
     why: str
+
+
+def in_their_formats(sizes: GPTSizes, level: str, stored: Stored, layout: Layout, sequences: int) -> float:
+    """Return the bytes of a GPU of the first stage in a system's formats, with the context and NCCL's buffers of a plan.
+
+    Activations are those of our level, without what it keeps once. A pipeline's first stage has no logits.
+    """
+    stage = sizes.model_copy(update={"num_layers": sizes.num_layers // layout.pipeline})
+    num_parameters = build_gpt(stage, torch.device("meta")).num_parameters / layout.tensor
+    states = num_parameters * (stored.weights + stored.gradients + stored.states / layout.data)
+    blocks = stage.num_layers * layout.pipeline / layout.tensor
+    activations = sequences * kept_by_block(level, sizes).sequence * blocks
+    num_logits = sequences * sizes.max_sequence_length * sizes.vocab_size / layout.tensor if layout.pipeline == 1 else 0
+    return states + activations + 6 * num_logits + CONTEXT_BYTES + NCCL_BYTES
+
+
+def layout_of(job: JobSpec) -> Layout:
+    """Return the layout of a job with a tensor degree at most."""
+    tensor = job.parallelism.tensor
+    return Layout(tensor, 1, job.resources.workers // tensor, job.training.global_batch_size)
 
 
 def peaks() -> list[int]:
     """Return the peak of each published setting, as the planner's process traces them. Raises RuntimeError with its reason."""
-    requests = [TraceRequest(id=str(index), job=job) for index, (*_, job, _why) in enumerate(PEAKS)]
+    requests = [TraceRequest(id=str(index), job=row.job) for index, row in enumerate(PEAKS)]
     lines = "".join(f"{request.model_dump_json()}\n" for request in requests)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     command = (sys.executable, "-m", "octet.worker.planning")
@@ -115,15 +210,44 @@ def peaks() -> list[int]:
     for line in done.stdout.splitlines():
         reply = TraceReply.model_validate_json(line)
         if reply.peak is None:
-            raise RuntimeError(f"{PEAKS[int(reply.id)][0]}: {reply.reason}")
+            raise RuntimeError(f"{PEAKS[int(reply.id)].setting}: {reply.reason}")
         found[int(reply.id)] = reply.peak.bytes
     return [found[index] for index in range(len(PEAKS))]
 
 
-def compared(setting: str, published: float, predicted: float, unit: str, why: str) -> Result:
-    """Return the row of two figures in the same unit."""
-    texts = (f"{number} {unit}".rstrip() for number in (f"{published:g}", f"{predicted:.{3 if published < 1 else 1}f}"))
-    return Result(setting, *texts, predicted / published - 1, why)
+def compared(setting: str, published: float, predicted: float, unit: str, why: str, theirs: float | None = None) -> Result:
+    """Return the row of two figures in the same unit, or of three: theirs is the one in the system's formats."""
+    digits = 0 if published >= 1000 else 3 if published < 1 else 2 if published < 10 and not unit else 1
+    texts = [f"{published:,g} {unit}".rstrip(), f"{predicted:,.{digits}f} {unit}".rstrip()]
+    texts.append("" if theirs is None else f"{theirs:.1f} {unit}")
+    return Result(setting, *texts, (predicted if theirs is None else theirs) / published - 1, why)
+
+
+def within(setting: str, published: float, ends: tuple[float, float], unit: str, why: str) -> Result:
+    """Return the row of a range; the difference is to the end that a figure lies beyond."""
+    low, high = ends
+    difference = low / published - 1 if published < low else high / published - 1 if published > high else None
+    return Result(setting, f"{published:,g} {unit}", f"{low:,.0f} to {high:,.0f} {unit}", "", difference, why)
+
+
+def memory() -> list[Result]:
+    """Return the rows of peaks."""
+    units, rows = {GIB: "GiB", GB: "GB"}, []
+    for row, found in zip(PEAKS, peaks(), strict=True):
+        theirs = None
+        if row.stored is not None:
+            sizes = row.job.model.sizes
+            assert isinstance(sizes, GPTSizes)
+            sequences = row.job.training.micro_batch_size
+            assert sequences is not None
+            theirs = in_their_formats(sizes, row.job.precision.level, row.stored, layout_of(row.job), sequences) / row.unit
+        rows.append(compared(row.setting, row.peak, found / row.unit, units[row.unit], row.why, theirs))
+    held = {(each.level, each.sequences): each.held for each in large_models()}
+    for setting, level, sequences, published, why in LARGE:
+        theirs = in_their_formats(GPT_175B, level, OF_LEVEL[level], FP8_LM_175B, sequences) / GB
+        name = f"{FP8_LM}: GPT 175B, {FP8_LM_175B}, {setting}"
+        rows.append(compared(name, published, held[level, sequences] / GB, "GB", why, theirs))
+    return rows
 
 
 def closed_forms() -> list[Result]:
@@ -142,20 +266,82 @@ def moments(job: JobSpec) -> int:
     return held["exp_avg"] + held["exp_avg_sq"]
 
 
+def activations() -> Result:
+    """Return what a block keeps in bf16 for each token and hidden element."""
+    sizes = GPT_6_7B
+    kept = kept_by_block("bf16-amp", sizes).sequence / sizes.max_sequence_length / sizes.hidden_size
+    setting = "Megatron's formula (arXiv 2205.05198): bytes that a block keeps for each token and hidden element, no dropout"
+    return compared(setting, 32, kept, "bytes", "34, less two masks of dropout")
+
+
+DAY_2023 = "a prediction has no gaps between launches and full overlap within a step; software of 2023"
+IDEAL = "a prediction has no gaps between launches"
+PIPELINED = "our te quantizes its fp32 weights in each micro-batch, Transformer Engine once a step"
+SPEEDS = (
+    (f"{NEMO}: GPT3-5B, 64 GPUs", 23_574, gpt_sizes(4096, 24, 32, 51200, 2048), Layout(1, 1, 64, 2048), 4, IDEAL),
+    (f"{NEMO}: GPT3-20B, tensor 2, 64 GPUs", 5_894, gpt_sizes(6144, 44, 48, 51200, 2048), Layout(2, 1, 32, 256), 2, IDEAL),
+    (f"{NEMO}: GPT3-175B, tensor 4, pipeline 8 in 6 chunks, 128 GPUs", 745, GPT_175B, Layout(4, 8, 4, 256, 6), 1, PIPELINED),
+    (f"{NEMO}: GPT3-175B, tensor 4, pipeline 8 in 6 chunks, 512 GPUs", 832, GPT_175B, Layout(4, 8, 16, 2048, 6), 2, PIPELINED),
+)
+"""Setting, published tokens per second of a GPU, sizes, layout, sequences of a micro-batch, and why they differ."""
+FP8_LM_SPEEDS = (
+    ("bf16", "bf16-amp", 2, 159),
+    ("Transformer Engine", "te", 2, 225),
+    ("MS-AMP O3", "O3", 2, 220),
+    ("MS-AMP O3", "O3", 4, 231),
+)
+"""GPT 7B in the FP8-LM paper: setting, level, sequences of a micro-batch, samples per second of 32 GPUs."""
+TITAN_SPEEDS = ((8, "bf16-amp", 6_667), (128, "bf16-amp", 6_514), (8, "te", 8_532), (128, "te", 8_380))
+"""torchtitan's 2 × 8192, compiled: GPUs, level (float8 is Octet's te by its products), tokens per second of a GPU."""
+
+
+def speeds() -> list[Result]:
+    """Return the rows of speed."""
+    rows = []
+    for setting, published, sizes, layout, sequences, why in SPEEDS:
+        seconds = large_step_s(sizes, Run("te", 1), layout, sequences, hides_wire=True)
+        rate = layout.sequences_per_step * sizes.max_sequence_length / layout.num_gpus / seconds
+        rows.append(compared(setting, published, rate, "tokens/s of a GPU", why))
+    sizes, layout = GPT_6_7B, Layout(1, 1, 32, 2048)
+    for setting, level, sequences, published in FP8_LM_SPEEDS:
+        rate = layout.sequences_per_step / large_step_s(sizes, Run(level, 1), layout, sequences, hides_wire=True)
+        name = f"{FP8_LM}: GPT 7B, micro-batch {sequences}, {setting}"
+        rows.append(compared(name, published, rate, "samples/s", DAY_2023))
+    step_s = {(each.level, each.sequences): each.step_s for each in large_models()}
+    for setting, level, published in (("bf16", "bf16-amp", 1.75), ("Transformer Engine", "te", 1.37)):
+        name = f"{FP8_LM}: GPT 175B, speed of MS-AMP O3 at micro-batch 4 / {setting} at 1"
+        rows.append(compared(name, published, step_s[level, 1] / step_s["O3", 4], "", DAY_2023))
+    return rows + [titan_speed(*row) for row in TITAN_SPEEDS]
+
+
+def titan_speed(workers: int, level: str, published: float) -> Result:
+    """Return a row of torchtitan's speeds beside the range that a plan has for a pool of H100s."""
+    job = titan(workers, 2, level)
+    pool = PoolConfig(name="gpu", node_label=("octet/pool", "gpu"), slots=workers, accelerator="cuda", device="H100 SXM5")
+    found = step_prediction(job, job.model.sizes, states_of(job, job.model.sizes), pool)
+    assert found is not None
+    tokens = 2 * 8192
+    name = f"{TITAN.replace('bf16', 'bf16' if level == 'bf16-amp' else 'float8')}; {workers} H100 of 500 W, 2 × 8192, compiled"
+    ends = (tokens / found.most_s, tokens / found.least_s)
+    return within(name, published, ends, "tokens/s of a GPU", "a plan's range; the cards have 500 W and 2.4 TB/s")
+
+
 def results() -> list[Result]:
     """Return every row."""
-    units = {GIB: "GiB", GB: "GB"}
-    rows = [
-        compared(setting, published, found / unit, units[unit], why)
-        for (setting, published, unit, _, why), found in zip(PEAKS, peaks(), strict=True)
-    ]
-    return rows + closed_forms()
+    return [*memory(), *closed_forms(), activations(), *speeds()]
 
 
 def table(rows: Sequence[Result]) -> str:
     """Format the rows in Markdown."""
-    lines = ["| setting | published | planned | difference | why |", "| --- | ---: | ---: | ---: | --- |"]
-    lines += [f"| {row.setting} | {row.published} | {row.predicted} | {row.difference:+.1%} | {row.why} |" for row in rows]
+    lines = [
+        "| setting | published | predicted | in their formats | difference | why |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for row in rows:
+        difference = "within" if row.difference is None else f"{row.difference:+.1%}"
+        lines.append(
+            f"| {row.setting} | {row.published} | {row.predicted} | {row.in_their_formats} | {difference} | {row.why} |"
+        )
     return "\n".join(lines) + "\n"
 
 

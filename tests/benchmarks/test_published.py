@@ -3,8 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import published
+from benchmarks.gpu.networks import build_gpt
+from benchmarks.scaling import Kept, Layout
+from octet.api_schemas.models.gpt import gpt_sizes
 from octet.api_schemas.plan import why_not_traced
 
 ROOT = Path(__file__).parents[2]
@@ -15,12 +19,22 @@ def test_states_are_near_what_was_published() -> None:
 
 
 def test_every_setting_can_be_traced() -> None:
-    assert [(setting, why_not_traced(job)) for setting, _, _, job, _ in published.PEAKS if why_not_traced(job)] == []
+    assert [(row.setting, why_not_traced(row.job)) for row in published.PEAKS if why_not_traced(row.job)] == []
 
 
 def test_a_row_states_both_figures_in_one_unit() -> None:
-    row = published.compared("a run", 50.25, 45.0, "GB", "theirs keeps copies")
-    assert published.table([row]).splitlines()[-1] == "| a run | 50.25 GB | 45.0 GB | -10.4% | theirs keeps copies |"
+    rows = [
+        published.compared("a run", 50.25, 45.0, "GB", "theirs keeps copies"),
+        published.compared("a run", 50.0, 45.0, "GB", "the allocator's share", 49.0),
+        published.within("a rate", 100, (90.0, 110.0), "tokens/s", "a range"),
+        published.within("a rate", 100, (110.0, 120.0), "tokens/s", "a range"),
+    ]
+    assert published.table(rows).splitlines()[2:] == [
+        "| a run | 50.25 GB | 45.0 GB |  | -10.4% | theirs keeps copies |",
+        "| a run | 50 GB | 45.0 GB | 49.0 GB | -2.0% | the allocator's share |",
+        "| a rate | 100 tokens/s | 90 to 110 tokens/s |  | within | a range |",
+        "| a rate | 100 tokens/s | 110 to 120 tokens/s |  | +10.0% | a range |",
+    ]
 
 
 def test_the_table_of_a_page_is_replaced(tmp_path: Path) -> None:
@@ -36,6 +50,24 @@ def test_the_table_of_a_page_is_replaced(tmp_path: Path) -> None:
 def test_the_docs_have_every_setting_as_it_is_published() -> None:
     text = (ROOT / "docs/plans.md").read_text()
     units = {published.GIB: "GiB", published.GB: "GB"}
-    for setting, figure, unit, _, why in published.PEAKS:
-        assert f"| {setting} | {figure:g} {units[unit]} |" in text, "run python -m benchmarks.published --write docs/plans.md"
+    for row in published.PEAKS:
+        figure = f"| {row.setting} | {row.peak:g} {units[row.unit]} |"
+        assert figure in text, "run python -m benchmarks.published --write docs/plans.md"
+        assert f"| {row.why} |" in text
+    for setting, *_, why in (*published.LARGE, *published.SPEEDS):
+        assert f"{setting} |" in text
         assert f"| {why} |" in text
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith(f"| {published.FP8_LM}: ")]
+    own_formats = [cells for cells in rows if cells[3].strip()]
+    assert len(own_formats) == 10
+    assert all(abs(float(cells[4].strip(" %"))) < 26 for cells in own_formats)
+
+
+def test_a_system_s_formats_are_bytes_of_parameters_activations_and_what_a_plan_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, layout = gpt_sizes(64, 4, 2, 256, 32), Layout(2, 2, 4, 64)
+    monkeypatch.setattr(published, "kept_by_block", lambda *_: Kept(1000.0, 7.0))
+    found = published.in_their_formats(sizes, "te", published.Stored(4, 4, 12), layout, 3)
+    half = build_gpt(sizes.model_copy(update={"num_layers": 2}), torch.device("meta")).num_parameters / 2
+    assert found == half * (4 + 4 + 12 / 4) + 3 * 1000 * 2 * 2 / 2 + published.CONTEXT_BYTES + published.NCCL_BYTES
+    alone = published.in_their_formats(sizes, "te", published.Stored(0, 0, 0), Layout(1, 1, 1, 1), 1)
+    assert alone == 4 * 1000 + 6 * 32 * 256 + published.CONTEXT_BYTES + published.NCCL_BYTES, "with the logits"

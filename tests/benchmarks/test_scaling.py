@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,27 @@ def test_more_nodes_never_take_less_time() -> None:
     gathers = [scaling.gather_s(1e9, num_ranks) for num_ranks in (2, 8, 16, 64, 512, 4096)]
     assert gathers == sorted(gathers)
     assert scaling.exchange_s(1e9, 8) == pytest.approx(1e9 * 7 / 8 / scaling.NVLINK_BYTES_PER_S)
+
+
+def test_sums_within_a_node_first_leave_an_eighth_for_the_ports() -> None:
+    flat, two_levels = (scaling.exchange_s(8e9, 512, two_level=two_level) for two_level in (False, True))
+    assert two_levels < flat / 3
+    assert scaling.exchange_s(8e9, 8, two_level=True) == scaling.exchange_s(8e9, 8)
+    assert {run.two_level for run in scaling.BASELINES} == {True}
+    assert not any(run.two_level for run in scaling.RUNS if run not in scaling.BASELINES)
+
+
+def test_a_pipeline_waits_for_its_chunks_and_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 stages, 8 micro-batches on each of two data parallel ranks: 8 + 3 turns; in two chunks half as long a wait."""
+    monkeypatch.setattr(scaling, "chunk_s", lambda _sizes, _run, layout, _sequences, **_options: 1.0 / layout.chunks)
+    monkeypatch.setattr(scaling, "head_s", lambda *_: 0.01)
+    monkeypatch.setattr(scaling, "optimizer_s", lambda *_: 0.0)
+    monkeypatch.setattr(scaling, "count", lambda *_: wire_bytes.Traffic(1, {("exchange", "bfloat16"): 32 * 45e9}, {}))
+    run, layout = scaling.Run("te", 1), scaling.Layout(8, 4, 2, 16)
+    assert scaling.large_step_s(SMALL, run, layout, 1) == pytest.approx(8 + 3 + 8 * 0.01 + 1.0)
+    assert scaling.large_step_s(SMALL, run, layout, 1, hides_wire=True) == pytest.approx(8 + 3 + 8 * 0.01)
+    halves = replace(layout, chunks=2)
+    assert scaling.large_step_s(SMALL, run, halves, 1) == pytest.approx(8 + 1.5 + 8 * 0.01 + 1.0)
 
 
 def test_a_block_in_fp8_is_faster_where_products_are_large() -> None:
