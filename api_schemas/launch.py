@@ -33,6 +33,12 @@ class LaunchOrder(Contract):
     spec: JobSpec
     pool: PoolConfig
     report_url: str = Field(description="base URL of the control plane, as the workers reach it")
+    report_ca: str | None = Field(
+        default=None, description="PEM: the certificates that are trusted in that URL; null for those of the node's system"
+    )
+    report_name: str | None = Field(
+        default=None, description="the name that its certificate is checked for; null for the URL's host"
+    )
     data_roots: tuple[str, ...] | None = Field(
         default=None, description="folders that the ranks may read data from; null for no restriction"
     )

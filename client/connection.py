@@ -3,7 +3,9 @@
 import hashlib
 import ipaddress
 import json
+import os
 import random
+import ssl
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +82,7 @@ class Connection:
             timeout=timeout_s,
             transport=transport,
             trust_env=not _is_loopback(_host_of(url)),  # a proxy from the environment cannot reach this machine
+            verify=trusted() if url.startswith("https:") else True,
         )
 
     def close(self) -> None:
@@ -151,6 +154,16 @@ class Connection:
             raise _refusal(error.response) from error
         else:
             raise ConnectionFailed(self.url, str(error) or type(error).__name__) from error
+
+
+def trusted() -> ssl.SSLContext:
+    """Make a context that trusts the authorities of the file OCTET_CA_FILE, or the system's. Raises OctetError for the file."""
+    ca_file = os.environ.get("OCTET_CA_FILE") or None
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        reason = error.strerror if not isinstance(error, ssl.SSLError) else "it has no PEM certificate"
+        raise OctetError(f"OCTET_CA_FILE is {ca_file!r}, which cannot be used: {reason}. Name a PEM file.") from error
 
 
 def delays_s(patience_s: float) -> Iterator[float]:

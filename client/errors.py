@@ -46,10 +46,12 @@ class ConnectionFailed(OctetError):
 
     def __init__(self, url: str, cause: str) -> None:
         self.url = url
-        super().__init__(
-            f"cannot reach an Octet server at {url}: {cause}.\n"
-            "Start one with `octet serve`, or name another with --url or OCTET_URL."
-        )
+        change = "Start one with `octet serve`, or name another with --url or OCTET_URL."
+        if "CERTIFICATE_VERIFY_FAILED" in cause:
+            change = (
+                "Set OCTET_CA_FILE to a PEM file with the authority that issued its certificate, or correct the name in --url."
+            )
+        super().__init__(f"cannot reach an Octet server at {url}: {cause}.\n{change}")
 
 
 class JobFileError(OctetError):

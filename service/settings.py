@@ -10,6 +10,7 @@ import re
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import AnyHttpUrl, Field, SecretStr, TypeAdapter, ValidationError, field_validator, model_validator
@@ -21,6 +22,7 @@ from octet.api_schemas.data.stores import DEFAULT_CACHE_BYTES, StoreAccess
 from octet.api_schemas.keys import DEFAULT_TENANT, TENANT
 from octet.api_schemas.quotas import Quotas
 from octet.api_schemas.tracking import TrackersSpec
+from octet.service import tls
 from octet.service.logs import LogFormat
 
 SHORTEST_API_KEY = 16
@@ -47,6 +49,13 @@ class Settings(BaseSettings):
     report_url: str = Field(default="", description="base URL of this service as the workers reach it")
 
     log_format: LogFormat = Field(default="text", description="text, or json: one object a line, for what collects logs")
+    tls_certificate: Path | None = Field(default=None, description="PEM: the server's certificate, then those that issued it")
+    tls_key: Path | None = Field(default=None, description="PEM: its key, without a passphrase")
+    ca_file: Path | None = Field(
+        default=None,
+        description="PEM: authorities that this service and its ranks trust in https://…; default: those of the system",
+    )
+
     runbooks_url: str = Field(default=RUNBOOKS, description="http(s)://… where people read that document; alerts link to it")
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
@@ -157,12 +166,30 @@ class Settings(BaseSettings):
             )
         if self.report_url:
             AnyHttpUrl(self.report_url)
+        self._check_tls()
         _ = self.store_access  # refuses a prefix that is not a URL
         _check_pools(self.pools)
         if self.heartbeat_s * 3 > self.lease_s:
             raise ValueError(f"heartbeat_s {self.heartbeat_s} must be at most a third of lease_s {self.lease_s}")
         _check_folder(self.data_dir)
         return self
+
+    def _check_tls(self) -> None:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            missing = "tls_key" if self.tls_key is None else "tls_certificate"
+            raise ValueError(
+                f"TLS needs a certificate and its key; set {missing} too (octet serve --{missing.replace('_', '-')})"
+            )
+        if self.tls_certificate is not None and self.tls_key is not None:
+            tls.context_of(self.tls_certificate, self.tls_key)
+            tls.name_in(self.tls_certificate, "")
+        if self.ca_file is not None:
+            tls.certificates_in(self.ca_file)
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of this server's URLs."""
+        return "http" if self.tls_certificate is None else "https"
 
     @property
     def is_loopback(self) -> bool:
@@ -219,7 +246,27 @@ class Settings(BaseSettings):
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(
             self.host, self.host
         )  # a server on every address answers on loopback too
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def report_ca(self) -> str | None:
+        """The certificates that ranks trust in the report URL, as PEM; None for those of their system.
+
+        Ranks of a server's own machine also trust the certificate that it serves with, whoever has issued it.
+        """
+        if not self.effective_report_url.startswith("https:"):
+            return None
+        own = self.tls_certificate if not self.report_url else None
+        return "".join(tls.certificates_in(file) for file in (self.ca_file, own) if file is not None) or None
+
+    @property
+    def report_name(self) -> str | None:
+        """The name that the certificate of the report URL is checked for, where it is another one than the URL's host."""
+        if self.tls_certificate is None or self.report_url:
+            return None
+        host = urlsplit(self.effective_report_url).hostname or ""
+        name = tls.name_in(self.tls_certificate, host)
+        return None if name == host else name
 
     @property
     def slot_hour_prices(self) -> dict[str, float]:

@@ -35,6 +35,10 @@ def serve(
     data_root: Annotated[list[Path] | None, typer.Option("--data-root", help="A folder that jobs may read.")] = None,
     slots: Annotated[int | None, typer.Option("--slots", min=1, help="Ranks at once in the cpu pool.")] = None,
     log_format: LogFormat = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option("--tls-certificate", help="Serve https:// with this certificate, as PEM.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="The key of the certificate, as PEM.")] = None,
 ) -> None:
     """Run Octet on this machine: API, dispatcher, database and a local Ray in one process."""
     require_extras("serve", "service", "worker")
@@ -44,15 +48,10 @@ def serve(
         bound(host, port).close()  # the rest takes seconds to import, and a port that is taken is said at once
         from octet.service.processes.embedded import serve as run_server
 
-        run_server(
-            host=host,
-            port=port,
-            data_dir=data_dir,
-            pools_file=pools,
-            data_roots=tuple(data_root or ()),
-            slots=slots,
-            others={"api_keys_file": api_key_file, "quotas_file": quotas, "log_format": log_format},
-        )
+        given = {"host": host, "port": port, "data_dir": data_dir.resolve(), "api_keys_file": api_key_file, "pools_file": pools}
+        given |= {"data_roots": tuple(data_root or ()), "tls_certificate": tls_certificate, "tls_key": tls_key}
+        given |= {"quotas_file": quotas, "log_format": log_format}
+        run_server(given=given, slots=slots)
 
 
 def api(database_url_file: DatabaseUrlFile = None, log_format: LogFormat = None) -> None:

@@ -91,6 +91,8 @@ def _order(
         spec=spec,
         pool=pool,
         report_url=context.settings.effective_report_url,
+        report_ca=context.settings.report_ca,
+        report_name=context.settings.report_name,
         data_roots=tuple(str(root) for root in context.settings.named_roots),
         stores=context.settings.store_access,
         job_dir=str(context.settings.job_dir(job.id)),

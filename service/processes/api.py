@@ -36,7 +36,7 @@ def api(*, database_url_file: Path | None = None, log_format: LogFormat | None =
     database = database_that_answers(settings)
     app = create_app(settings, database=database)
     with listening(settings) as listener:
-        logger.info("the API listens on http://%s:%d", settings.host, settings.port)
+        logger.info("the API listens on %s://%s:%d", settings.scheme, settings.host, settings.port)
         freeze_what_is_there()
         server = http_server(app, settings)
         with ending_on_newer_schema(database, lambda: setattr(server, "should_exit", True)):

@@ -14,15 +14,19 @@ import math
 import os
 import socket
 import struct
+from asyncio.sslproto import SSLProtocol
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import get_remote_addr
 
 from octet.service.http.guards import USER
 from octet.service.settings import Settings
+from octet.service.tls import Certificate
 
 DESCRIPTORS_KEPT = 256
 """Descriptors for the database, the log and Ray, which connections must not take."""
@@ -37,6 +41,8 @@ _END_OF_HEAD = b"\r\n\r\n"
 MAX_HEAD_BYTES = 64 << 10
 """The most of a request line with its headers and trailers, and of a line that does not end (one read of the socket more)."""
 
+_TLS_END_S = 1.0
+"""The time that a client has to answer the end of TLS. One that does not read would hold up the end of the server."""
 _TOO_MANY = ("503 Service Unavailable", "too many connections")
 
 Phase = Literal["head", "body", "answer"]
@@ -147,22 +153,35 @@ class LimitedProtocol(HttpToolsProtocol):
     _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        has_place = self.transport is not None  # over TLS, which gives it another transport now
         super().connection_made(transport)
-        self.address = self.client[0] if self.client else ""
+        if not has_place and not self.take_place(transport):
+            self._refuse(*_TOO_MANY)
+            return
+        if self.open_connections.finds_users and self.client and self.server:
+            with suppress(OSError):
+                self._user = user_of(self.client, self.server)
+
+    def take_place(self, transport: asyncio.Transport) -> bool:
+        """Count a connection that was just accepted, and set the deadline of its first head. False if there is no place."""
+        self.transport = transport
+        client = get_remote_addr(transport)
+        self.address = client[0] if client else ""
         self.places = self.open_connections.ordinary
         if not self.places.add(self):
             self.places = self.open_connections.reserved
             if not self.places.add(self):
-                self._refuse(*_TOO_MANY)
-                return
-        if self.open_connections.finds_users and self.client and self.server:
-            with suppress(OSError):
-                self._user = user_of(self.client, self.server)
+                return False
         self._begin("head", self.open_connections.head_timeout_s)
+        return True
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def leave_place(self) -> None:
+        """Give the place back, if the connection has one."""
         self.places.remove(self)
         self._cancel_deadlines()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.leave_place()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -292,6 +311,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: str, reason: str) -> None:
         """Answer in plain bytes, if no answer has begun, and end the connection. Nothing of it reaches the app."""
+        if self.scheme is None:  # in the handshake of TLS
+            self.transport.abort()
+            return
         is_between_answers = self.cycle is None or not self.cycle.response_started or self.cycle.response_complete
         if is_between_answers and not self.pipeline:
             head = (f"HTTP/1.1 {status}", "Connection: close", "Content-Type: text/plain", f"Content-Length: {len(reason)}")
@@ -305,9 +327,40 @@ class LimitedProtocol(HttpToolsProtocol):
                 timer.cancel()
 
 
-def protocol_with(connections: Connections) -> type[LimitedProtocol]:
-    """Make the protocol of one server; uvicorn calls it for each connection."""
-    return type("Protocol", (LimitedProtocol,), {"open_connections": connections})
+class TlsProtocol(SSLProtocol):
+    """A connection over TLS. It has its place, and the deadline of its first head, from before the handshake on."""
+
+    max_size = 32 << 10
+    """Bytes of the buffer that each connection has. asyncio's 256 KiB are 1 GiB for all connections that may be open."""
+
+    def __init__(self, protocol: LimitedProtocol, certificate: Certificate) -> None:
+        super().__init__(
+            protocol.loop,
+            protocol,
+            certificate.context(),
+            waiter=None,  # type: ignore[arg-type]  # nobody waits for the handshake; typeshed leaves this out
+            server_side=True,
+            ssl_shutdown_timeout=_TLS_END_S,
+        )
+        self._protocol_over_tls = protocol
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self._protocol_over_tls.take_place(transport):
+            super().connection_made(transport)
+        else:
+            transport.abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)  # which says nothing to the other protocol if this is during the handshake
+        self._protocol_over_tls.leave_place()
+
+
+def protocol_with(connections: Connections, certificate: Certificate | None = None) -> Callable[..., asyncio.BaseProtocol]:
+    """Make what uvicorn calls for the protocol of each connection of one server."""
+    plain: Any = type("Protocol", (LimitedProtocol,), {"open_connections": connections})
+    if certificate is None:
+        return plain  # type: ignore[no-any-return]
+    return lambda **arguments: TlsProtocol(plain(**arguments), certificate)
 
 
 # Find the user at the other end of a connection within this machine, by Linux's socket diagnostics (sock_diag(7)).

@@ -39,28 +39,19 @@ _LOOK_EVERY_S = 0.2
 logger = logging.getLogger(__name__)
 
 
-def serve(
-    *,
-    host: str,
-    port: int,
-    data_dir: Path,
-    pools_file: Path | None = None,
-    data_roots: tuple[Path, ...] = (),
-    slots: int | None = None,
-    others: Mapping[str, Any] | None = None,
-) -> None:
-    """Serve until SIGTERM or SIGINT. others: further settings by their names; None stands for the default.
+def serve(*, given: Mapping[str, Any], slots: int | None = None) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    given: settings by their names; None and an empty one leave a setting to its variable. slots: ranks at once in the pool of
+    CPUs that there is without a file of pools.
 
     Raises ValueError for settings that cannot work or a data folder that others can write to, OSError for a port that is
     taken, and RuntimeError for a data folder that another server uses or a database that cannot be written.
     """
-    given: dict[str, Any] = {"host": host, "port": port, "data_dir": data_dir.resolve()}
-    given |= {name: value for name, value in (others or {}).items() if value is not None}
-    given |= {"data_roots": data_roots} if data_roots else {}
-    given |= {"pools_file": pools_file} if pools_file else {}
-    given |= {"pools": (default_pool(slots),)} if slots and not pools_file else {}
+    given = {name: value for name, value in given.items() if value not in (None, ())}
+    given |= {"pools": (default_pool(slots),)} if slots and "pools_file" not in given else {}
     settings = checked_settings(given)
-    _check_roots(data_roots)
+    _check_roots(given.get("data_roots", ()))
     # Every thread inherits the mask, so it is set before the first one starts; `run` alone waits for the signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     log_to_stderr(settings.log_format)
@@ -107,7 +98,7 @@ def run(
     dispatcher.start()
     thread.start()
     try:
-        logger.info("Octet listens on http://%s:%d, data in %s", settings.host, settings.port, settings.data_dir)
+        logger.info("Octet listens on %s://%s:%d, data in %s", settings.scheme, settings.host, settings.port, settings.data_dir)
         received = signal.sigwait(_STOP_SIGNALS)
         logger.info("stopping on %s", signal.Signals(received).name)
         _let_jobs_save(dispatcher)

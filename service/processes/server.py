@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from octet.service.processes.connections import Connections, protocol_with
 from octet.service.processes.startup import SHUTDOWN_S
 from octet.service.settings import Settings
+from octet.service.tls import Certificate
 
 ACCEPTED_AT_ONCE = 16
 """Connections that the event loop accepts in one turn. Our limits see them some turns later, and until then each has a
@@ -31,9 +32,12 @@ def http_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
     """Make the server of an app. It listens once it is run."""
     sys.setswitchinterval(THREAD_TURN_S)
     connections = Connections.of(settings, raise_descriptor_limit())
+    certificate = None
+    if settings.tls_certificate is not None and settings.tls_key is not None:
+        certificate = Certificate(settings.tls_certificate, settings.tls_key)
     config = uvicorn.Config(
         app,
-        http=protocol_with(connections),
+        http=protocol_with(connections, certificate),  # type: ignore[arg-type]  # it is called and nothing else
         log_config=None,
         access_log=False,
         proxy_headers=False,  # nothing here asks for the client's address or scheme behind a proxy

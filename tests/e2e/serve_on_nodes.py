@@ -32,7 +32,9 @@ def main(address: str, port: str, data_dir: str, pools_file: str) -> None:
         launcher.close()
 
     with mock.patch.object(embedded, "_local_cluster", cluster_of_the_test):
-        embedded.serve(host="127.0.0.1", port=int(port), data_dir=Path(data_dir), pools_file=Path(pools_file))
+        embedded.serve(
+            given={"host": "127.0.0.1", "port": int(port), "data_dir": Path(data_dir), "pools_file": Path(pools_file)}
+        )
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def exported(metrics: Metrics, send: Callable[[ReportBody], None], report_url: s
 def local_address_towards(url: str) -> str:
     """Return this machine's address on the route to `url`, without sending anything. Raises OSError without a route."""
     parts = urlsplit(url)
-    port = parts.port or 80
+    port = parts.port or (443 if parts.scheme == "https" else 80)
     family, kind, protocol, _, peer = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(peer)

@@ -14,6 +14,7 @@ import random
 import select
 import shutil
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -44,8 +45,7 @@ from octet.worker.reporting.spool import Spool
 # One HTTP connection to the control plane, kept open from one request to the next. It is http.client's: a request takes the
 # rank 0.5 ms of CPU between two steps, and with httpx 1.7 (medians of 60, caches cold).
 
-CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-"""A certificate of https is checked against those that this machine trusts."""
+DEFAULT_PORTS = {"http": 80, "https": 443}
 FAILURES = (OSError, http.client.HTTPException)
 """The errors that `Post` raises: nobody answered, or not in HTTP."""
 
@@ -64,14 +64,20 @@ Post = Callable[[bytes], Answer]
 class Connection:
     """Posts JSON to one URL. Only one thread uses it. No proxy is used."""
 
-    def __init__(self, url: str, token: str, timeout_s: float) -> None:
-        """token: sent as a bearer token. timeout_s: of each wait for the server."""
+    def __init__(self, url: str, token: str, timeout_s: float, *, ca: str | None = None, name: str | None = None) -> None:
+        """token: sent as a bearer token. timeout_s: of each wait for the server.
+
+        ca: the certificates that are trusted with https, as PEM; by default those of this machine's system. name: what the
+        server's certificate has to be for, by default the host of the URL.
+        """
         parts = urlsplit(url)
-        if parts.scheme not in CONNECTIONS or not parts.hostname:
+        if parts.scheme not in DEFAULT_PORTS or not parts.hostname:
             raise ValueError(f"cannot report to {url!r}; allowed: http://… and https://…. Change report_url.")
         self._target = parts.path or "/"
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        self._http = CONNECTIONS[parts.scheme](parts.hostname, parts.port, timeout=timeout_s)
+        self._http = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+        if parts.scheme == "https":
+            self._http = _HttpsConnection(parts.hostname, parts.port, timeout_s, ca, name)
 
     def post(self, content: bytes) -> Answer:
         """Send a body, as `Post` has it. A connection that the server has closed meanwhile is opened again."""
@@ -88,6 +94,23 @@ class Connection:
     def close(self) -> None:
         """Close the connection."""
         self._http.close()
+
+
+class _HttpsConnection(http.client.HTTPConnection):
+    """A connection over TLS whose server may have another name than the address that it is reached by."""
+
+    default_port = DEFAULT_PORTS["https"]
+
+    def __init__(self, host: str, port: int | None, timeout_s: float, ca: str | None, name: str | None) -> None:
+        super().__init__(host, port, timeout=timeout_s)
+        self._tls = ssl.create_default_context(cadata=ca)
+        if ca is not None:
+            self._tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # one of them may be the server's own
+        self._name = name or host
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._name)
 
 
 def _has_something_to_read(connection: socket.socket) -> bool:
@@ -214,7 +237,7 @@ class HttpReporter:
         self._rank = rank
         self._clock = clock
         url = f"{order.report_url.rstrip('/')}/internal/v1/attempts/{order.attempt_id}/reports"
-        self._connection = Connection(url, order.token, _REQUEST_TIMEOUT_S)
+        self._connection = Connection(url, order.token, _REQUEST_TIMEOUT_S, ca=order.report_ca, name=order.report_name)
         self._post = post or self._connection.post
         self._spool = Spool(Path(order.job_dir, "spool", f"{order.attempt_id}_rank{rank}.jsonl"))
         self._last_seq = 0
