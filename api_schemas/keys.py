@@ -72,6 +72,16 @@ class NewApiKey(ApiKey):
     secret: str = Field(description="send it as 'Authorization: Bearer <secret>'")
 
 
+class SignIn(Contract):
+    """The identity provider at which people sign in to a server."""
+
+    object: Literal["sign_in"] = "sign_in"
+    issuer: str = Field(description="its OpenID Connect discovery document is below this URL")
+    client_id: str = Field(description="of the public client that `octet login` is there")
+    audience: str = Field(description="the audience that a token has to be for")
+    scopes: tuple[str, ...]
+
+
 class AuditRecord(Contract):
     """One request that was to change something, or that was refused for its key."""
 

@@ -49,7 +49,7 @@ from octet.api_schemas.comparison import DEFAULT_TOLERANCE, MAX_POINTS, Comparis
 from octet.api_schemas.comparison_report import ComparisonDetails, ComparisonReport
 from octet.api_schemas.curve import Curve
 from octet.api_schemas.job_batch import SubmittedJobs
-from octet.api_schemas.keys import ApiKey, KeyRotation, KeySpec, NewApiKey
+from octet.api_schemas.keys import ApiKey, KeyRotation, KeySpec, NewApiKey, SignIn
 from octet.api_schemas.levels import LEVELS, Level
 from octet.api_schemas.measured import Measurements
 from octet.api_schemas.plan import Plan
@@ -80,14 +80,17 @@ class Client:
     def __init__(
         self,
         url: str,
-        api_key: str | None = None,
+        api_key: str | Callable[[], str] | None = None,
         *,
         timeout_s: float = 10.0,
         patience_s: float = 2.0,
         reconnect_s: float = 60.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """`url` is the server's root. `transport` replaces the network, as httpx defines it."""
+        """`url` is the server's root. `transport` replaces the network, as httpx defines it.
+
+        api_key: a key or a token; a function is called before each request and returns the present one.
+        """
         self._connection = Connection(url, api_key, timeout_s, transport)
         self._patience_s = patience_s
         self._reconnect_s = reconnect_s
@@ -404,6 +407,10 @@ class Client:
             if error.problem.code is ErrorCode.NOT_FOUND:
                 return None
             raise
+
+    def sign_in(self) -> SignIn:
+        """Return where people sign in to the server. Raises ApiError if it has no identity provider."""
+        return read(SignIn, self._connection.request("GET", "/v1/sign-in", patience_s=self._patience_s))
 
     def create_key(self, wanted: KeySpec) -> NewApiKey:
         """Make an API key. Its secret is in this answer alone, so a lost answer is not asked for again: list, and revoke."""

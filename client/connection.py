@@ -7,7 +7,7 @@ import os
 import random
 import ssl
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
@@ -70,18 +70,33 @@ _CHUNK_BYTES = 1 << 20
 LONGEST_SILENCE_S = 60.0  # a live event stream is never silent for longer: the server sends keep-alive comments
 
 
+class _PresentToken(httpx.Auth):
+    """Sends a token that changes while the client lives."""
+
+    def __init__(self, token: Callable[[], str]) -> None:
+        self._token = token
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        request.headers["Authorization"] = f"Bearer {self._token()}"
+        yield request
+
+
 class Connection:
     """An httpx client with our rules: a lost connection, 408, 429 or 5xx is tried again, another 4xx raises ApiError."""
 
-    def __init__(self, url: str, api_key: str | None, timeout_s: float, transport: httpx.BaseTransport | None) -> None:
+    def __init__(
+        self, url: str, api_key: "str | Callable[[], str] | None", timeout_s: float, transport: httpx.BaseTransport | None
+    ) -> None:
+        """api_key: a key or a token, or what returns the present token before each request."""
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._http = httpx.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers={"Authorization": f"Bearer {api_key}"} if isinstance(api_key, str) and api_key else {},
+            auth=_PresentToken(api_key) if callable(api_key) else None,
             timeout=timeout_s,
             transport=transport,
-            trust_env=not _is_loopback(_host_of(url)),  # a proxy from the environment cannot reach this machine
+            trust_env=not is_loopback(host_of(url)),  # a proxy from the environment cannot reach this machine
             verify=trusted() if url.startswith("https:") else True,
         )
 
@@ -222,7 +237,8 @@ def _unexpected(response: httpx.Response) -> UnexpectedAnswer:
     )
 
 
-def _host_of(url: str) -> str:
+def host_of(url: str) -> str:
+    """Return the host of a server's URL. Raises ValueError for what is none."""
     allowed = "allowed: http(s)://host[:port]. Change --url or OCTET_URL."
     try:
         parsed = httpx.URL(url)
@@ -233,7 +249,8 @@ def _host_of(url: str) -> str:
     return parsed.host
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return True if a host is this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -8,6 +8,7 @@ OctetError
 ├── SpecRefused         a job file that is no valid job; `violations` are those the server would list
 ├── AmbiguousJob        a name, or the beginning of an id, that several jobs have
 ├── NoSuchJob           a name, or the beginning of an id, that no job has
+├── SignInFailed        the identity provider did not sign somebody in, or what was stored of it is of no more use
 ├── WaitTimeout         the job was still alive when the caller's patience ended; it goes on
 ├── DownloadFailed      a file that arrived is not the one that the server lists
 └── ServerFailed        the server that `octet demo` starts did not start, or ended early
@@ -33,7 +34,7 @@ class ApiError(OctetError):
         what = f"the server refuses it: {count}." if problem.errors else problem.detail
         lines = [f"{what} [{problem.code}]"]
         if problem.code is ErrorCode.UNAUTHENTICATED:
-            lines.append("Set OCTET_API_KEY, or api_key in Python, to a key that this server has.")
+            lines.append("Set OCTET_API_KEY, or api_key in Python, to a key that this server has, or sign in: octet login")
         super().__init__("\n".join([*lines, *map(describe_violation, problem.errors)]))
 
 
@@ -82,6 +83,10 @@ class NoSuchJob(OctetError):
 
     def __init__(self, text: str) -> None:
         super().__init__(f"there is no job {text!r}: it is no id, no beginning of one, and no name. List them with: octet list")
+
+
+class SignInFailed(OctetError):
+    """Somebody is not signed in, or not any more."""
 
 
 class WaitTimeout(OctetError, TimeoutError):

@@ -50,6 +50,7 @@ from octet.service.routes import (
     records,
     reference,
     rows,
+    sign_in,
     stream,
 )
 from octet.service.routes.job_views import shown_submissions
@@ -92,6 +93,7 @@ def create_app(
                 yield
             await streams.close()
         finally:  # also where a second signal cancels this
+            await authentication.close()
             own = [part.close for part, given in ((plans_of_app, planning), (checks_of_app, checks)) if given is None]
             for end in (authentication.drain, kept_audit.drain, *own):
                 await run_sync(end)
@@ -104,8 +106,7 @@ def create_app(
     ingest = Ingest(database, settings.lease_s, telemetry, wake)
     authentication = Authentication(settings, database)
     kept_audit = Audit(database, telemetry.registry)
-    places = QueuePlaces(database, settings)
-    submissions = Submissions(database, show)
+    submissions, places = Submissions(database, show), QueuePlaces(database, settings)
     parts = (Admission(settings, checks_of_app), submissions, places, Sparklines(), RowTotals(), plans_of_app, authentication)
     context = AppContext(settings, database, wake, *parts, Rates(settings.requests_per_s), CapacityLimiter(1))
     app.state.context = context
@@ -129,10 +130,10 @@ def _add_routes(app: FastAPI) -> list[BaseRoute]:
     checked += [(keys.router, require_admin), (audit.router, require_admin)]
     for router, check in checked:
         app.include_router(router, dependencies=[check], responses=answers(401, 403, 429))
-    routers = [*(router for router, _ in checked), operations.health, reference.router]
-    app.include_router(operations.health)
-    app.include_router(reference.router)
-    return [route for router in routers for route in router.routes]
+    open_to_all = [operations.health, reference.router, sign_in.router]
+    for router in open_to_all:
+        app.include_router(router)
+    return [route for router in (*(router for router, _ in checked), *open_to_all) for route in router.routes]
 
 
 def _add_middleware(app: FastAPI, context: AppContext, ingest: Ingest, telemetry: Telemetry, kept_audit: Audit) -> None:

@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from octet.api_schemas import Files, PoolConfig
 from octet.api_schemas.data.stores import DEFAULT_CACHE_BYTES, StoreAccess
-from octet.api_schemas.keys import DEFAULT_TENANT, TENANT
+from octet.api_schemas.keys import DEFAULT_TENANT, TENANT, KeyRole
 from octet.api_schemas.quotas import Quotas
 from octet.api_schemas.tracking import TrackersSpec
 from octet.service import tls
@@ -60,6 +60,20 @@ class Settings(BaseSettings):
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     api_keys_file: Path | None = Field(default=None, description="a line for each: KEY, or TENANT:KEY; # starts a comment")
+
+    oidc_issuer: str = Field(
+        default="", description="https://… of the identity provider whose tokens are accepted; default: none"
+    )
+    oidc_audience: str = Field(default="", description="the audience that a token has to be for, its claim aud")
+    oidc_client_id: str = Field(default="", description="of the public client of `octet login`; default: the audience")
+    oidc_scopes: str = Field(default="openid profile email offline_access", description="that `octet login` asks for")
+    oidc_claim: str = Field(default="groups", min_length=1, description="the claim that decides what a person may do")
+    oidc_roles: dict[str, str] = Field(
+        default={},
+        description='role in a tenant by a value of that claim, as JSON: {"ml-ops": "default:admin", "*": "default:viewer"}; '
+        "the first that a person has decides, and * is everyone",
+    )
+
     data_roots: Annotated[tuple[Path, ...], NoDecode] = Field(
         default=(), description="folders a job may read; on loopback the default is the whole file system"
     )
@@ -167,6 +181,7 @@ class Settings(BaseSettings):
         if self.report_url:
             AnyHttpUrl(self.report_url)
         self._check_tls()
+        self._check_oidc()
         _ = self.store_access  # refuses a prefix that is not a URL
         _check_pools(self.pools)
         if self.heartbeat_s * 3 > self.lease_s:
@@ -186,6 +201,28 @@ class Settings(BaseSettings):
         if self.ca_file is not None:
             tls.certificates_in(self.ca_file)
 
+    def _check_oidc(self) -> None:
+        if not self.oidc_issuer:
+            names = ("oidc_audience", "oidc_client_id", "oidc_roles")
+            given = [f"OCTET_{name.upper()}" for name in names if getattr(self, name)]
+            if given:
+                raise ValueError(f"{given[0]} is of no use without an identity provider; set OCTET_OIDC_ISSUER too")
+            return
+        if not is_safe_url(self.oidc_issuer):
+            raise ValueError(f"oidc_issuer is {self.oidc_issuer!r}; allowed: https://…, or http:// of this machine")
+        if not self.oidc_audience:
+            raise ValueError("tokens of any client of the identity provider would be accepted; set OCTET_OIDC_AUDIENCE too")
+        if not self.role_by_claim:
+            raise ValueError(
+                f"no value of the claim {self.oidc_claim!r} has a role, so nobody who signs in may do anything; set "
+                'OCTET_OIDC_ROLES, for example {"ml-ops": "default:admin", "*": "default:viewer"}'
+            )
+
+    @property
+    def role_by_claim(self) -> dict[str, tuple[str, KeyRole]]:
+        """The tenant and the role that a value of the claim stands for, in the operator's order."""
+        return {value: _tenant_and_role(value, text) for value, text in self.oidc_roles.items()}
+
     @property
     def scheme(self) -> str:
         """The scheme of this server's URLs."""
@@ -194,12 +231,7 @@ class Settings(BaseSettings):
     @property
     def is_loopback(self) -> bool:
         """True if only this machine can reach the service."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return names_loopback(self.host)
 
     @cached_property
     def is_for_this_machine(self) -> bool:
@@ -333,6 +365,33 @@ def _tenant_and_key(entry: SecretStr) -> tuple[str, str]:
     """Split `TENANT:KEY`. A key alone belongs to the default tenant."""
     tenant, colon, key = entry.get_secret_value().partition(":")
     return (tenant, key.strip()) if colon else (DEFAULT_TENANT, tenant)
+
+
+def _tenant_and_role(value: str, text: str) -> tuple[str, KeyRole]:
+    tenant, _, role = text.partition(":")
+    if not re.fullmatch(TENANT, tenant) or role not in set(KeyRole):
+        raise ValueError(
+            f"oidc_roles has {text!r} for {value!r}; allowed: TENANT:ROLE, a tenant of up to 32 of a-z, 0-9 and -, and one of "
+            f"{', '.join(KeyRole)}"
+        )
+    return tenant, KeyRole(role)
+
+
+def is_safe_url(url: str) -> bool:
+    """Return True for https, and for http within this machine: what comes from there decides who may do what."""
+    parts = urlsplit(url)
+    is_there = parts.hostname is not None and not parts.query and not parts.fragment
+    return is_there and (parts.scheme == "https" or (parts.scheme == "http" and names_loopback(parts.hostname or "")))
+
+
+def names_loopback(host: str) -> bool:
+    """Return True if a host is this machine for sure."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _check_key(tenant: str, key: str) -> None:

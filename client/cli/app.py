@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from octet.client.cli import compare, data, demo, imports, jobs, keys, plans, results, server, show, support
+from octet.client.cli import compare, data, demo, imports, jobs, keys, plans, results, server, show, sign_in, support
 from octet.client.cli.options import DEFAULT_URL, Url, exit_status
 from octet.client.cli.overview import show_overview
 from octet.client.errors import OctetError
@@ -34,6 +34,8 @@ MEANT = {
     "watch": "follow attach monitor top",
     "download": "pull fetch checkpoint",
     "serve": "server up start-server",
+    "login": "signin sign-in auth authenticate",
+    "logout": "signout sign-out",
     "doctor": "check diagnose env",
     "debug": "report bundle",
 }
@@ -67,7 +69,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for module in (server, demo, jobs, plans, compare, show, results, support):
+    for module in (server, demo, jobs, plans, compare, show, results, sign_in, support):
         for name, command in module.COMMANDS.items():
             app.command(name)(command)
     app.command("version")(version)

@@ -18,10 +18,12 @@ from octet.client.errors import (
     NoSuchJob,
     OctetError,
     ServerFailed,
+    SignInFailed,
     SpecRefused,
     UnexpectedAnswer,
 )
 from octet.client.job_file import parse_value
+from octet.client.sign_in import TokenFile
 from octet.client.terminal import Terminal
 
 Commands = Mapping[str, Callable[..., None]]
@@ -53,9 +55,14 @@ def varied(text: str) -> tuple[str, list[Any]]:
 
 
 def connect(url: str) -> Client:
-    """Return a client of the server at `url`, with the key of OCTET_API_KEY."""
+    """Return a client of the server at `url`, with the key of OCTET_API_KEY, or the token of `octet login`."""
+    return client_of(url, os.environ.get("OCTET_API_KEY") or TokenFile().present(url))
+
+
+def client_of(url: str, api_key: "str | Callable[[], str] | None") -> Client:
+    """Return a client of the server at `url`, with a key or a token."""
     try:
-        return Client(url, os.environ.get("OCTET_API_KEY"), patience_s=0.5)
+        return Client(url, api_key, patience_s=0.5)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--url") from error
 
@@ -106,7 +113,7 @@ def exit_status(error: OctetError) -> int:
             return UNREACHABLE
         case ApiError() if error.problem.status >= 500:
             return UNREACHABLE
-        case ApiError() | SpecRefused() | JobFileError() | AmbiguousJob() | NoSuchJob():
+        case ApiError() | SignInFailed() | SpecRefused() | JobFileError() | AmbiguousJob() | NoSuchJob():
             return REFUSED
         case _:
             return FAILED

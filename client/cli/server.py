@@ -39,6 +39,15 @@ def serve(
         Path | None, typer.Option("--tls-certificate", help="Serve https:// with this certificate, as PEM.")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls-key", help="The key of the certificate, as PEM.")] = None,
+    oidc_issuer: Annotated[
+        str | None, typer.Option("--oidc-issuer", help="The identity provider at which people sign in: https://…")
+    ] = None,
+    oidc_audience: Annotated[
+        str | None, typer.Option("--oidc-audience", help="Its client, or the audience, that tokens are for.")
+    ] = None,
+    oidc_role: Annotated[
+        list[str] | None, typer.Option("--oidc-role", metavar="GROUP=TENANT:ROLE", help="The role of a group; * is everyone.")
+    ] = None,
 ) -> None:
     """Run Octet on this machine: API, dispatcher, database and a local Ray in one process."""
     require_extras("serve", "service", "worker")
@@ -50,8 +59,15 @@ def serve(
 
         given = {"host": host, "port": port, "data_dir": data_dir.resolve(), "api_keys_file": api_key_file, "pools_file": pools}
         given |= {"data_roots": tuple(data_root or ()), "tls_certificate": tls_certificate, "tls_key": tls_key}
+        given |= {"oidc_issuer": oidc_issuer, "oidc_audience": oidc_audience, "oidc_roles": _roles_of(oidc_role or [])}
         given |= {"quotas_file": quotas, "log_format": log_format}
         run_server(given=given, slots=slots)
+
+
+def _roles_of(options: list[str]) -> dict[str, str] | None:
+    if wrong := next((option for option in options if "=" not in option), None):
+        raise typer.BadParameter(f"got {wrong!r}; allowed: GROUP=TENANT:ROLE", param_hint="--oidc-role")
+    return {group: role for group, _, role in (option.partition("=") for option in options)} or None
 
 
 def api(database_url_file: DatabaseUrlFile = None, log_format: LogFormat = None) -> None:

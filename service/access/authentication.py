@@ -1,4 +1,4 @@
-"""Authentication: the principal of a request by its API key, from the settings or from the database.
+"""Authentication: the principal of a request by its API key, from the settings or from the database, or by a token.
 
 A key of the database is remembered for half a second, so one that is revoked, in whichever process, is refused within a second.
 """
@@ -16,7 +16,8 @@ from anyio.to_thread import run_sync
 
 from octet.api_schemas.keys import SECRET_PREFIX
 from octet.service import store
-from octet.service.access.principal import Principal, of_key_file, of_stored_key, operator
+from octet.service.access.principal import Principal, of_key_file, of_role, operator
+from octet.service.access.tokens import Tokens, is_current, is_token
 from octet.service.db.engine import Database
 from octet.service.db.group_commit import GroupCommit
 from octet.service.errors import Unauthenticated
@@ -40,12 +41,14 @@ class Authentication:
         self._clock_s = clock_s
         self._remembered: dict[bytes, tuple[Principal, float]] = {}
         self._threads = CapacityLimiter(_THREADS)
+        self._tokens = Tokens(settings) if settings.oidc_issuer else None
         self._uses = GroupCommit[str, None]("octet-key-uses", self._write_uses)
 
     async def authenticate(self, authorization: str) -> Principal:
         """Return the principal that an Authorization header stands for. Without configured keys loopback is the operator.
 
-        Raises Unauthenticated for a missing or unknown key, and for one that has expired or was revoked.
+        Raises Unauthenticated for a missing or unknown key or token, and for one that has expired or was revoked; with a token
+        also what `Tokens.verify` raises.
         """
         scheme, _, key = authorization.partition(" ")
         is_key = scheme.lower() == "bearer" and bool(key)
@@ -54,19 +57,22 @@ class Authentication:
             found = await self._find_stored(key_hash)
             if found is not None:
                 return found
+        elif self._tokens is not None and is_key and is_token(key) and self._find_in_settings(key_hash) is None:
+            return await self._tokens.verify(key)
         elif not self._of_settings:
             return _ON_THIS_MACHINE
         if not is_key:
             raise Unauthenticated("an API key is needed: send 'Authorization: Bearer <key>'")
-        # Compares every key: the time tells an attacker nothing.
-        matches = [principal for known, principal in self._of_settings if hmac.compare_digest(key_hash, known)]
-        if not matches:
+        found = self._find_in_settings(key_hash)
+        if found is None:
             raise Unauthenticated("the API key is not known here, or it has expired or was revoked")
-        return matches[0]
+        return found
 
     async def is_current(self, principal: Principal) -> bool:
-        """Return False once the key of a principal was revoked or has expired."""
-        return principal.key_hash is None or await self._find_stored(principal.key_hash) is not None
+        """Return False once the key of a principal was revoked or has expired, or its token has."""
+        if principal.key_hash is None:
+            return is_current(principal)
+        return await self._find_stored(principal.key_hash) is not None
 
     def forget(self) -> None:
         """Look every key up again at its next use."""
@@ -75,6 +81,16 @@ class Authentication:
     def drain(self) -> None:
         """Wait until every last use is written."""
         self._uses.drain()
+
+    async def close(self) -> None:
+        """End what is being asked of the identity provider."""
+        if self._tokens is not None:
+            await self._tokens.close()
+
+    def _find_in_settings(self, key_hash: bytes) -> Principal | None:
+        # Compares every key: the time tells an attacker nothing.
+        matches = [principal for known, principal in self._of_settings if hmac.compare_digest(key_hash, known)]
+        return matches[0] if matches else None
 
     async def _find_stored(self, key_hash: bytes) -> Principal | None:
         found, until_s = self._remembered.get(key_hash, (None, 0.0))
@@ -90,7 +106,7 @@ class Authentication:
             if row is None:
                 self._remembered.pop(key_hash, None)
                 return None
-            found = of_stored_key(row.id, row.name, row.tenant, row.role, key_hash)
+            found = of_role(f"{row.name} ({row.id})", row.tenant, row.role, key_hash=key_hash)
             is_use_due = row.used_at is None or now - row.used_at >= USE_WRITTEN_EVERY
             key_id = row.id
         while len(self._remembered) >= _KEYS_REMEMBERED:

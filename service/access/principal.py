@@ -1,6 +1,6 @@
-"""Principals: the people and services that send requests, with the tenant and the rights of their keys."""
+"""Principals: the people and services that send requests, with the tenant and the rights of their keys or tokens."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from octet.api_schemas.keys import DEFAULT_TENANT, KeyRole
@@ -29,7 +29,8 @@ class Principal:
     """Who sends a request.
 
     `role`: admin for the operator, submitter for the tenant of a key file. `sees_all` is true for the operator, who acts for
-    every tenant. `key_hash` is set for a key of the database alone, which may be revoked while its principal is at work.
+    every tenant. `key_hash` is set for a key of the database alone, which may be revoked while its principal is at work, and
+    `expires_at` for a token alone, in seconds since 1970.
     """
 
     name: str
@@ -38,6 +39,12 @@ class Principal:
     role: KeyRole
     sees_all: bool = False
     key_hash: bytes | None = field(default=None, repr=False)
+    expires_at: float | None = None
+
+    @property
+    def may_end(self) -> bool:
+        """True if the principal may stop being one while it is at work."""
+        return self.key_hash is not None or self.expires_at is not None
 
     @property
     def visible_tenant(self) -> str | None:
@@ -52,14 +59,15 @@ def of_key_file(tenant: str) -> Principal:
     return Principal(f"the key of {tenant}", tenant, _OF_KEY_FILES, KeyRole.SUBMITTER)
 
 
-def of_stored_key(key_id: str, name: str, tenant: str, role: KeyRole, key_hash: bytes) -> Principal:
-    """Return the principal of a key of the database. An admin of the default tenant is an operator."""
-    name = f"{name} ({key_id})"
+def of_role(
+    name: str, tenant: str, role: KeyRole, *, key_hash: bytes | None = None, expires_at: float | None = None
+) -> Principal:
+    """Return the principal of a key of the database, or of a token. An admin of the default tenant is an operator."""
     if (tenant, role) == (DEFAULT_TENANT, KeyRole.ADMIN):
-        return operator(name, key_hash)
-    return Principal(name, tenant, RIGHTS[role], role, key_hash=key_hash)
+        return replace(operator(name), key_hash=key_hash, expires_at=expires_at)
+    return Principal(name, tenant, RIGHTS[role], role, key_hash=key_hash, expires_at=expires_at)
 
 
-def operator(name: str, key_hash: bytes | None = None) -> Principal:
+def operator(name: str) -> Principal:
     """Return a principal who may do everything for every tenant."""
-    return Principal(name, DEFAULT_TENANT, frozenset(Right), KeyRole.ADMIN, sees_all=True, key_hash=key_hash)
+    return Principal(name, DEFAULT_TENANT, frozenset(Right), KeyRole.ADMIN, sees_all=True)

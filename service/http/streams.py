@@ -405,9 +405,9 @@ class _Answer(StreamingResponse):
 
 
 async def _end_with_the_key(request: Request, sending: CancelScope) -> None:
-    """Cancel a stream once the key that opened it was revoked or has expired. Keys of the settings last as long as we do."""
+    """Cancel a stream once the key or token that opened it ends. Keys of the settings last as long as we do."""
     principal, authentication = principal_of(request), context_of(request).authentication
-    while principal.key_hash is not None:
+    while principal.may_end:
         await asyncio.sleep(REMEMBERED_S)
         try:
             is_current = await authentication.is_current(principal)

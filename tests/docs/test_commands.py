@@ -69,6 +69,7 @@ ELSEWHERE = {
     r"octet keys (create|list|rotate|revoke).*": Elsewhere(
         "tests/client/cli/test_with_server.py", "def test_a_key_is_made_listed_rotated_and_revoked"
     ),
+    r"octet log(in|out)": Elsewhere("tests/service/test_sign_in.py", "def test_a_person_signs_in_works_and_signs_out"),
     r"make fmt": Elsewhere("Makefile", "ruff format --check"),
     r"make snapshots": Elsewhere("tests/service/test_openapi.py", "OCTET_UPDATE_SNAPSHOTS"),
     r"make pictures": Elsewhere("tests/page/pictures.py", "def main", "a browser, and minutes"),

@@ -56,6 +56,12 @@ def sqlite_template(fast_dir: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def sqlite_file(sqlite_template: Path, tmp_path: Path) -> Path:
+    """Return an empty database for a test that writes to it and needs no other kind."""
+    return Path(shutil.copy(sqlite_template, tmp_path / "copy.db"))
+
+
 @pytest.fixture(scope="session")
 def postgres_database(postgres_url: str) -> Iterator[Database]:
     """A database that the session shares. Each test starts with it empty."""

@@ -1,5 +1,6 @@
 """A key reaches what its own tenant has and nothing of another's, by any route of the OpenAPI document."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from octet.api_schemas import CheckpointReport
+from octet.api_schemas.keys import KeyRole
 from octet.service.app import create_app
 from octet.service.db.tables import ExportRow
 from octet.service.settings import Settings
 from octet.service.store.ids import new_id
+from tests.kit.identity_provider import IdentityProvider, identity_provider
 from tests.service.databases import ON_SQLITE
 from tests.service.world import World, step
 
@@ -32,16 +35,23 @@ OF_ALL_TENANTS = {("GET", "/metrics"), ("GET", "/internal/v1/prometheus/targets"
 BY_TENANT_WITHOUT_IDS = {("GET", "/v1/alerts"), ("GET", "/v1/usage")}
 """Lists that have something for everyone too: `test_alerts_api.py` and `test_quotas.py` look at what each tenant sees."""
 OF_NO_TENANT = {
-    *(("GET", path) for path in ("/healthz", "/readyz", "/v1/levels", "/v1/models", "/v1/pools", "/v1/loops")),
+    *(("GET", path) for path in ("/healthz", "/readyz", "/v1/sign-in", "/v1/levels", "/v1/models", "/v1/pools", "/v1/loops")),
     *(("POST", path) for path in ("/v1/jobs/validate", "/v1/plans")),
 }
 BY_AN_ATTEMPTS_TOKEN = {("POST", "/internal/v1/attempts/{attempt_id}/reports")}
 
 
+@pytest.fixture(scope="module")
+def provider() -> Iterator[IdentityProvider]:
+    with identity_provider() as running:
+        yield running
+
+
 @pytest.fixture
-def keyed(world: World, tmp_path: Path) -> Iterator[TestClient]:
+def keyed(world: World, tmp_path: Path, provider: IdentityProvider) -> Iterator[TestClient]:
     keys = tuple(f"{name}:{key}" if name else key for name, key in KEYS.items())
-    app = create_app(Settings(data_dir=tmp_path, api_keys=keys), database=world.database)
+    roles = provider.settings(**{f"{role} of {tenant}": f"{tenant}:{role}" for role in KeyRole for tenant in ("one", "two")})
+    app = create_app(Settings(data_dir=tmp_path, api_keys=keys, **roles), database=world.database)
     with TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False) as client:
         yield client
 
@@ -79,6 +89,10 @@ def headers_of(client: TestClient, role: str, tenant: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {stored_key(client, role, tenant)['secret']}"}
 
 
+def with_token(provider: IdentityProvider, role: str, tenant: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {provider.token(f'{role} of {tenant}')}"}
+
+
 def routes_of(document: Document) -> set[Route]:
     return {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}
 
@@ -114,7 +128,7 @@ def test_the_matrix_has_every_route(openapi_document: Document) -> None:
 
 
 def test_what_another_tenant_has_is_404_on_every_route(
-    keyed: TestClient, owned: dict[str, str], openapi_document: Document
+    keyed: TestClient, owned: dict[str, str], openapi_document: Document, provider: IdentityProvider
 ) -> None:
     """The answer is that to an id which does not exist, word for word. The owner's differs: the request reaches something."""
     routes = sorted(route for route in routes_of(openapi_document) if parameters_of(openapi_document, route))
@@ -122,7 +136,9 @@ def test_what_another_tenant_has_is_404_on_every_route(
     unknown = {kind: f"{kind}_{_UNKNOWN}" for kind in owned}
     others = [as_tenant("two"), *(headers_of(keyed, role, "two") for role in ("viewer", "submitter", "admin", "scraper"))]
     others += [headers_of(keyed, role, "default") for role in ("viewer", "submitter", "scraper")]
-    owner = headers_of(keyed, "admin", "one")
+    others += [with_token(provider, role, "two") for role in KeyRole]
+    owner, owner_by_token = headers_of(keyed, "admin", "one"), with_token(provider, "admin", "one")
+    owners = itertools.cycle([owner, owner_by_token])
     for route in routes:
         statuses = set()
         for headers in others:
@@ -132,7 +148,8 @@ def test_what_another_tenant_has_is_404_on_every_route(
         assert statuses == {403, 404}, route  # 403 by the role of some, whatever the id
         nothing = without_ids(ask(keyed, route, unknown, owner), unknown)
         assert nothing[0] == 404, route
-        assert without_ids(ask(keyed, route, owned, owner), owned) != nothing, route
+        assert without_ids(ask(keyed, route, unknown, owner_by_token), unknown) == nothing, route
+        assert without_ids(ask(keyed, route, owned, next(owners)), owned) != nothing, route
 
 
 @ON_SQLITE

@@ -21,7 +21,7 @@ COMMANDS = {
     "serve", "api", "dispatcher", "demo", "compare", "submit", "validate", "plan", "watch", "pause", "resume", "cancel",
     "clone", "retry", "change", "delete", "list", "show", "logs", "events", "metrics",
     "checkpoints", "download", "export", "exports", "attempts", "models", "levels", "pools", "version",
-    "doctor", "debug", "backup", "restore",
+    "doctor", "debug", "backup", "restore", "login", "logout",
 }  # fmt: skip
 
 

@@ -120,5 +120,8 @@ def test_doctor_without_the_servers_key(octet: Callable[..., Result], tmp_path: 
         shown = octet("doctor", "--json", "--url", app.url)
     found = {check.part: check for check in Checkup.model_validate_json(shown.stdout).checks}
     assert found["server"].standing == "bad"
-    assert found["server"].hint == "Set OCTET_API_KEY, or api_key in Python, to a key that this server has."
+    assert (
+        found["server"].hint
+        == "Set OCTET_API_KEY, or api_key in Python, to a key that this server has, or sign in: octet login"
+    )
     assert found[f"port {app.url.rpartition(':')[2]}"].found == "the server's"
