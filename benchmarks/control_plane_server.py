@@ -25,9 +25,9 @@ def main() -> None:
     log_to_stderr()
     pools = (PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=options.slots),)
     settings = Settings(data_dir=options.data_dir, port=options.port, pools=pools)
-    with listening(settings) as listener:
+    with listening(settings) as listeners:
         database = database_of_one_machine(settings)
-        embedded.run(settings, database, FakeLauncher(pools), listener)
+        embedded.run(settings, database, FakeLauncher(pools), listeners)
         database.close()
 
 

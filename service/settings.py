@@ -46,6 +46,11 @@ class Settings(BaseSettings):
     database_url: str = Field(default="", repr=False, description="sqlite:///… or postgresql://…; default: a file in data_dir")
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65_535)
+    internal_address: str = Field(
+        default="",
+        description="HOST:PORT of a listener of its own for reports of ranks, health and metrics; default: places on the port "
+        "above are reserved for them",
+    )
     report_url: str = Field(default="", description="base URL of this service as the workers reach it")
 
     log_format: LogFormat = Field(default="text", description="text, or json: one object a line, for what collects logs")
@@ -168,6 +173,8 @@ class Settings(BaseSettings):
                 f"host {self.host!r} can be reached from other machines and no API key is configured; set OCTET_API_KEYS "
                 "or OCTET_API_KEYS_FILE (octet serve --api-key-file), or serve on 127.0.0.1"
             )
+        if self.internal_address:
+            self._check_internal_address()
         if not self.is_loopback and not self.data_roots:
             raise ValueError(
                 f"host {self.host!r} can be reached from other machines; set OCTET_DATA_ROOTS (octet serve --data-root) "
@@ -188,6 +195,18 @@ class Settings(BaseSettings):
             raise ValueError(f"heartbeat_s {self.heartbeat_s} must be at most a third of lease_s {self.lease_s}")
         _check_folder(self.data_dir)
         return self
+
+    def _check_internal_address(self) -> None:
+        host, port = host_and_port(self.internal_address)
+        if port == self.port != 0:
+            raise ValueError(
+                f"internal_address is {self.internal_address!r}, the port of the API too; choose another for one of them"
+            )
+        if not names_loopback(host) and not self.api_keys:
+            raise ValueError(
+                f"internal_address {self.internal_address!r} can be reached from other machines and no API key is configured; "
+                "set OCTET_API_KEYS or OCTET_API_KEYS_FILE, or choose an address of 127.0.0.1"
+            )
 
     def _check_tls(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -275,10 +294,9 @@ class Settings(BaseSettings):
     def effective_report_url(self) -> str:
         if self.report_url:
             return self.report_url.rstrip("/")
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(
-            self.host, self.host
-        )  # a server on every address answers on loopback too
-        return f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        host, port = host_and_port(self.internal_address) if self.internal_address else (self.host, self.port)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # a server on every address answers on loopback too
+        return f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     @property
     def report_ca(self) -> str | None:
@@ -365,6 +383,14 @@ def _tenant_and_key(entry: SecretStr) -> tuple[str, str]:
     """Split `TENANT:KEY`. A key alone belongs to the default tenant."""
     tenant, colon, key = entry.get_secret_value().partition(":")
     return (tenant, key.strip()) if colon else (DEFAULT_TENANT, tenant)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split HOST:PORT, an IPv6 host in brackets. Raises ValueError for any other form."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError(f"an address to listen on is HOST:PORT, for example 127.0.0.1:9464; got {address!r}")
+    return host.strip("[]"), int(port)
 
 
 def _tenant_and_role(value: str, text: str) -> tuple[str, KeyRole]:

@@ -35,10 +35,10 @@ def api(*, database_url_file: Path | None = None, log_format: LogFormat | None =
     log_to_stderr(settings.log_format)
     database = database_that_answers(settings)
     app = create_app(settings, database=database)
-    with listening(settings) as listener:
+    with listening(settings) as listeners:
         logger.info("the API listens on %s://%s:%d", settings.scheme, settings.host, settings.port)
         freeze_what_is_there()
         server = http_server(app, settings)
         with ending_on_newer_schema(database, lambda: setattr(server, "should_exit", True)):
-            server.run(sockets=[listener])
+            server.run(sockets=listeners)
     database.close()

@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.protocols.utils import get_remote_addr
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr
 
 from octet.service.http.guards import USER
 from octet.service.settings import Settings
@@ -44,6 +44,7 @@ MAX_HEAD_BYTES = 64 << 10
 _TLS_END_S = 1.0
 """The time that a client has to answer the end of TLS. One that does not read would hold up the end of the server."""
 _TOO_MANY = ("503 Service Unavailable", "too many connections")
+_NOT_INTERNAL = ("404 Not Found", "this address has reports, health and metrics; the API has another one")
 
 Phase = Literal["head", "body", "answer"]
 
@@ -90,7 +91,7 @@ class _Places:
 
 @dataclass
 class Connections:
-    """The open connections of one server.
+    """The open connections of one listener.
 
     An eighth of all places is reserved: where every other is taken by connections that are being answered, as event streams
     and downloads are for hours, ranks can still report, and health and metrics can be read.
@@ -104,16 +105,13 @@ class Connections:
     answer_stall_timeout_s: float
     finds_users: bool = False
 
+    is_internal: bool = False
+    """True if requests to RESERVED_PATHS are the only ones that are answered."""
+
     @classmethod
-    def of(cls, settings: Settings, num_descriptors: int) -> "Connections":
-        """Build the limits. num_descriptors: how many files and sockets this process may have open."""
-        finds_users = settings.is_for_this_machine and shows_users()
-        if settings.is_for_this_machine and not finds_users:
-            logger.warning(
-                "this system does not show whose connections come: without API keys every user of this machine is served"
-            )
-        most, of_address = settings.max_connections, settings.max_connections_per_address
-        most = max(16, min(most, num_descriptors - DESCRIPTORS_KEPT))
+    def of(cls, settings: Settings, most: int, *, is_internal: bool) -> "Connections":
+        """Build the limits of a listener with so many connections."""
+        of_address = settings.max_connections_per_address
         num_reserved = most // RESERVED_PART
         return cls(
             ordinary=_Places(most - num_reserved, of_address),
@@ -121,8 +119,38 @@ class Connections:
             head_timeout_s=settings.request_head_timeout_s,
             body_timeout_s=settings.request_body_timeout_s,
             answer_stall_timeout_s=settings.answer_stall_timeout_s,
-            finds_users=finds_users,
+            finds_users=settings.is_for_this_machine and shows_users(),
+            is_internal=is_internal,
         )
+
+
+@dataclass
+class Listeners:
+    """The connections of a server's listeners: those of the API, and those of the internal address if there is one.
+
+    Each has as many as the settings allow one to have, so no connection of the API takes a place of ranks.
+    """
+
+    api: Connections
+    internal: Connections
+    internal_port: int | None = None
+    """Known once the server starts."""
+
+    @classmethod
+    def of(cls, settings: Settings, num_descriptors: int) -> "Listeners":
+        """Build the limits. num_descriptors: how many files and sockets this process may have open."""
+        if settings.is_for_this_machine and not shows_users():
+            logger.warning(
+                "this system does not show whose connections come: without API keys every user of this machine is served"
+            )
+        available = (num_descriptors - DESCRIPTORS_KEPT) // (2 if settings.internal_address else 1)
+        most = max(16, min(settings.max_connections, available))
+        api, internal = (Connections.of(settings, most, is_internal=is_internal) for is_internal in (False, True))
+        return cls(api, internal)
+
+    def of_port(self, port: int | None) -> Connections:
+        """Return the connections of the listener with a port."""
+        return self.internal if self.internal_port is not None and port == self.internal_port else self.api
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -132,13 +160,14 @@ class LimitedProtocol(HttpToolsProtocol):
     that is not HTTP/1, has a head of more than MAX_HEAD_BYTES, or does not name one Host is answered with 400.
     """
 
+    listeners: Listeners
     open_connections: Connections
     phase: Phase = "head"
     phase_began_at: float
     address: str
     places: _Places
-    _has_no_place = False
-    """True if the connection has a reserved place and asked for something else."""
+    _refusal: tuple[str, str] | None = None
+    """Status and reason, if the connection has asked for what its place is not for."""
     _num_head_bytes = 0
     _num_unread_bytes = 0
     _arrived = b""
@@ -165,8 +194,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def take_place(self, transport: asyncio.Transport) -> bool:
         """Count a connection that was just accepted, and set the deadline of its first head. False if there is no place."""
         self.transport = transport
-        client = get_remote_addr(transport)
+        client, server = get_remote_addr(transport), get_local_addr(transport)
         self.address = client[0] if client else ""
+        self.open_connections = self.listeners.of_port(server[1] if server else None)
         self.places = self.open_connections.ordinary
         if not self.places.add(self):
             self.places = self.open_connections.reserved
@@ -226,15 +256,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_unread_bytes = 0
         if self.parser.get_http_version() == "1.1" and sum(name == b"host" for name, _ in self.headers) != 1:
             raise ValueError("a request has one Host header")
-        if self.places is self.open_connections.reserved and not self.url.startswith(RESERVED_PATHS):
-            self._has_no_place = True
-            raise ValueError("the places that are left are not for this request")
+        if not self.url.startswith(RESERVED_PATHS):
+            if self.open_connections.is_internal:
+                self._refusal = _NOT_INTERNAL
+            elif self.places is self.open_connections.reserved:
+                self._refusal = _TOO_MANY
+            if self._refusal is not None:
+                raise ValueError("the place is not for this request")
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what the parser or one of its callbacks has refused."""
-        if self._has_no_place:
-            self._refuse(*_TOO_MANY)
+        if self._refusal is not None:
+            self._refuse(*self._refusal)
         else:
             super().send_400_response(msg)
 
@@ -355,9 +389,9 @@ class TlsProtocol(SSLProtocol):
         self._protocol_over_tls.leave_place()
 
 
-def protocol_with(connections: Connections, certificate: Certificate | None = None) -> Callable[..., asyncio.BaseProtocol]:
+def protocol_with(listeners: Listeners, certificate: Certificate | None = None) -> Callable[..., asyncio.BaseProtocol]:
     """Make what uvicorn calls for the protocol of each connection of one server."""
-    plain: Any = type("Protocol", (LimitedProtocol,), {"open_connections": connections})
+    plain: Any = type("Protocol", (LimitedProtocol,), {"listeners": listeners})
     if certificate is None:
         return plain  # type: ignore[no-any-return]
     return lambda **arguments: TlsProtocol(plain(**arguments), certificate)

@@ -32,6 +32,7 @@ from octet.service.processes.startup import (
     end_by_exception,
     log_to_stderr,
 )
+from octet.service.settings import host_and_port
 from octet.service.telemetry.loops import LoopHealth
 
 _DEMAND_INTERVAL_S = 5.0
@@ -125,7 +126,7 @@ def serving_metrics(address: str, health: LoopHealth, leads: Callable[[], bool],
     if not address:
         yield 0
         return
-    host, port = _host_and_port(address)
+    host, port = host_and_port(address)
     registry = CollectorRegistry()
     for collector in (health, *others):
         registry.register(collector)
@@ -143,10 +144,3 @@ def serving_metrics(address: str, health: LoopHealth, leads: Callable[[], bool],
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65_535:
-        raise ValueError(f"the address of the metrics is HOST:PORT, for example 127.0.0.1:9464; got {address!r}")
-    return host.strip("[]"), int(port)

@@ -55,12 +55,12 @@ def serve(*, given: Mapping[str, Any], slots: int | None = None) -> None:
     # Every thread inherits the mask, so it is set before the first one starts; `run` alone waits for the signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     log_to_stderr(settings.log_format)
-    with listening(settings) as listener:
+    with listening(settings) as listeners:
         private_folder(settings.data_dir)
         former_pid = hold_serve_lock(settings.data_dir)
         database = database_of_one_machine(settings)
         with _local_cluster(settings) as launcher:
-            run(settings, database, launcher, listener, former_pid)
+            run(settings, database, launcher, listeners, former_pid)
         database.close()
 
 
@@ -72,7 +72,7 @@ def _check_roots(data_roots: tuple[Path, ...]) -> None:
 
 
 def run(
-    settings: Settings, database: Database, launcher: Launcher, listener: socket.socket, former_pid: int | None = None
+    settings: Settings, database: Database, launcher: Launcher, listeners: list[socket.socket], former_pid: int | None = None
 ) -> None:
     """Serve in a thread, and wait for a signal in this one, which stops the two parts one after the other.
 
@@ -86,7 +86,7 @@ def run(
 
     def serve_until_told() -> None:
         try:
-            server.run(sockets=[listener])
+            server.run(sockets=listeners)
         except BaseException:
             logger.exception("the HTTP server failed; the process ends")
             raise

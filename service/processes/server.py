@@ -7,7 +7,7 @@ import sys
 import uvicorn
 from fastapi import FastAPI
 
-from octet.service.processes.connections import Connections, protocol_with
+from octet.service.processes.connections import Listeners, protocol_with
 from octet.service.processes.startup import SHUTDOWN_S
 from octet.service.settings import Settings
 from octet.service.tls import Certificate
@@ -22,7 +22,15 @@ for the dispatcher's thread: one job in a hundred took 5.2 ms to read, and takes
 
 
 class _Server(uvicorn.Server):
+    """A server on the socket of the API, and on that of the internal address if it is given a second one."""
+
+    def __init__(self, config: uvicorn.Config, listeners: Listeners) -> None:
+        super().__init__(config)
+        self._listeners = listeners
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for internal in (sockets or [])[1:]:
+            self._listeners.internal_port = internal.getsockname()[1]
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(_WAITING)  # asyncio has it hold no more connections than are accepted at once
@@ -31,20 +39,20 @@ class _Server(uvicorn.Server):
 def http_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
     """Make the server of an app. It listens once it is run."""
     sys.setswitchinterval(THREAD_TURN_S)
-    connections = Connections.of(settings, raise_descriptor_limit())
+    listeners = Listeners.of(settings, raise_descriptor_limit())
     certificate = None
     if settings.tls_certificate is not None and settings.tls_key is not None:
         certificate = Certificate(settings.tls_certificate, settings.tls_key)
     config = uvicorn.Config(
         app,
-        http=protocol_with(connections, certificate),  # type: ignore[arg-type]  # it is called and nothing else
+        http=protocol_with(listeners, certificate),  # type: ignore[arg-type]  # it is called and nothing else
         log_config=None,
         access_log=False,
         proxy_headers=False,  # nothing here asks for the client's address or scheme behind a proxy
         timeout_graceful_shutdown=SHUTDOWN_S,
         backlog=ACCEPTED_AT_ONCE,
     )
-    return _Server(config)
+    return _Server(config, listeners)
 
 
 def raise_descriptor_limit() -> int:

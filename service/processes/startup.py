@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from octet.service.cluster.ray.embedded import hold_serve_lock
 from octet.service.db.engine import LOCK_TIMEOUT_S, Database
 from octet.service.logs import JsonLines, LogFormat
 from octet.service.processes.sockets import bound
-from octet.service.settings import Settings
+from octet.service.settings import Settings, host_and_port
 
 SHUTDOWN_S = 3
 PRIVATE_UMASK = 0o077
@@ -122,14 +122,20 @@ def end_by_exception() -> None:
 
 
 @contextmanager
-def listening(settings: Settings) -> Iterator[socket.socket]:
-    """Bind the API's socket. This comes before anything else is started, so a taken port costs nothing.
+def listening(settings: Settings) -> Iterator[list[socket.socket]]:
+    """Bind the API's socket, and that of the internal address if there is one. This comes before anything else is started, so
+    a taken port costs nothing.
 
     Raises OSError for an address that cannot be bound.
     """
-    with bound(settings.host, settings.port) as listener:
-        listener.listen(256)
-        yield listener
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(bound(settings.host, settings.port))]
+        if settings.internal_address:
+            inside = bound(*host_and_port(settings.internal_address), "OCTET_INTERNAL_ADDRESS")
+            listeners.append(stack.enter_context(inside))
+        for listener in listeners:
+            listener.listen(256)
+        yield listeners
 
 
 def database_that_answers(settings: Settings) -> Database:

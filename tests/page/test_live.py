@@ -81,7 +81,7 @@ def serve(settings: Settings, database_url: str, port: int) -> None:
     from octet.service.processes.startup import listening
 
     settings = Settings(**{**settings.model_dump(), "port": port})
-    with listening(settings) as listener:
+    with listening(settings) as (listener,):
         http_server(create_app(settings, database=Database(database_url)), settings).run(sockets=[listener])
 
 

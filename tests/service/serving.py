@@ -16,12 +16,12 @@ from octet.service.settings import Settings
 @contextmanager
 def serving(settings: Settings, database: Database) -> Iterator[tuple[uvicorn.Server, int]]:
     """Serve, and close the database afterwards. Yields the server and its port."""
-    with listening(settings) as listener:
+    with listening(settings) as listeners:
         server = http_server(create_app(settings, database=database), settings)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread = threading.Thread(target=server.run, kwargs={"sockets": listeners})
         thread.start()
         try:
-            yield server, listener.getsockname()[1]
+            yield server, listeners[0].getsockname()[1]
         finally:
             server.should_exit = True
             thread.join()

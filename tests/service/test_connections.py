@@ -45,7 +45,7 @@ def serve(tmp_path: Path, sqlite_template: Path, openapi_document: dict[str, Any
         database = Database(f"sqlite:///{sqlite_template}")
         app = create_app(settings, database=database)
         app.openapi_schema = openapi_document
-        with listening(settings) as listener:
+        with listening(settings) as (listener,):
             before(listener.getsockname()[1])
             server = http_server(app, settings)
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -98,7 +98,7 @@ def stopped(process: multiprocessing.process.BaseProcess) -> Iterator[None]:
 
 
 def _serve_in_this_process(settings: Settings, database_url: str, port: Any) -> None:
-    with listening(settings) as listener:
+    with listening(settings) as (listener,):
         port.send(listener.getsockname()[1])
         http_server(create_app(settings, database=Database(database_url)), settings).run(sockets=[listener])
 
@@ -210,7 +210,7 @@ def test_ranks_report_while_connections_of_their_address_take_every_other_place(
         for number in range(1, 8):
             world.turn(world.settings.lease_s / 2)
             world.dispatch()
-            assert _report(port, rank, step(number)) == 200
+            assert report(port, rank, step(number)) == 200
             assert status(port) == 200
         assert world.job(job_id).state is JobState.RUNNING
         (attempt,) = world.attempts(job_id)
@@ -218,7 +218,7 @@ def test_ranks_report_while_connections_of_their_address_take_every_other_place(
         assert (attempt.lease_expires_at - world.clock.now()).total_seconds() == world.settings.lease_s
 
 
-def _report(port: int, rank: Rank, *bodies: ReportBody) -> int:
+def report(port: int, rank: Rank, *bodies: ReportBody) -> int:
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=LONG_S)) as connection:
         headers = {"Authorization": f"Bearer {rank.order.token}", "Content-Type": "application/json"}
         path = f"/internal/v1/attempts/{rank.order.attempt_id}/reports"

@@ -30,7 +30,7 @@ def test_answers_are_sent_at_once(tmp_path: Path) -> None:
             writer.close()
             return option
 
-    with listening(Settings(data_dir=tmp_path, port=0)) as listener:
+    with listening(Settings(data_dir=tmp_path, port=0)) as (listener,):
         assert asyncio.run(delay_is_off(listener)) == 1
 
 
