@@ -10,7 +10,7 @@ from octet.api_schemas.base import Contract, JsonScalar, Timestamp
 from octet.api_schemas.data.files import ANY_FILE, Files
 from octet.api_schemas.data.stores import StoreAccess
 from octet.api_schemas.job import JobSpec
-from octet.api_schemas.resources import PoolConfig
+from octet.api_schemas.resources import PoolConfig, RankUser
 from octet.api_schemas.states import FailureReason
 from octet.api_schemas.tracking import TrackersSpec
 
@@ -43,6 +43,7 @@ class LaunchOrder(Contract):
         default=None, description="folders that the ranks may read data from; null for no restriction"
     )
     stores: StoreAccess = Field(default=StoreAccess(), description="the object stores that the ranks may read data from")
+    user: RankUser | None = Field(default=None, description="the ranks run as this user; null: as the process that starts them")
     job_dir: str = Field(description="the job's folder for checkpoints and spools, shared by its workers")
     checkpoints: tuple[CheckpointRef, ...] = Field(description="newest first; the first that passes its check is used")
     trackers: TrackersSpec = Field(default=TrackersSpec(), description="the job's and the operator's")

@@ -58,6 +58,13 @@ class ResourceSpec(Contract):
         return {**given, "workers": given["workers"]["max"], "min_workers": given["workers"]["min"]}
 
 
+class RankUser(Contract):
+    """The user and the group, as numbers, that ranks run as. Neither may be root's."""
+
+    uid: int = Field(ge=1, le=0xFFFF_FFFE)
+    gid: int = Field(ge=1, le=0xFFFF_FFFE)
+
+
 class TenantConfig(Contract):
     """The part of a pool that a tenant has. Slots that nobody else wants are free to all, up to each tenant's limits."""
 
@@ -77,6 +84,9 @@ class TenantConfig(Contract):
         le=1e9,
         description="most hours of slots that its attempts take together in a month (UTC); then its jobs save a checkpoint and "
         "wait for the next month. null: no limit",
+    )
+    user: RankUser | None = Field(
+        default=None, description="its ranks run as this user, which owns their folders; null: as Ray's; nodes run Ray as root"
     )
 
 
@@ -122,6 +132,11 @@ class PoolConfig(Contract):
     def of_tenant(self, tenant: str) -> TenantConfig:
         """Return the share and the limits of a tenant."""
         return self.tenants.get(tenant, _UNLIMITED)
+
+    @property
+    def has_users(self) -> bool:
+        """True if ranks of some tenants run as users of their own."""
+        return any(tenant.user is not None for tenant in self.tenants.values())
 
     @property
     def plans_jobs(self) -> bool:

@@ -21,6 +21,7 @@ from octet.api_schemas import Files, PoolConfig
 from octet.api_schemas.data.stores import DEFAULT_CACHE_BYTES, StoreAccess
 from octet.api_schemas.keys import DEFAULT_TENANT, TENANT, KeyRole
 from octet.api_schemas.quotas import Quotas
+from octet.api_schemas.resources import RankUser
 from octet.api_schemas.tracking import TrackersSpec
 from octet.service import tls
 from octet.service.logs import LogFormat
@@ -191,6 +192,11 @@ class Settings(BaseSettings):
         self._check_oidc()
         _ = self.store_access  # refuses a prefix that is not a URL
         _check_pools(self.pools)
+        if self.has_users and not self.warm_idle_s:
+            raise ValueError(
+                "a pool runs the ranks of tenants as users of their own, who get a process that was forked for them, and "
+                "warm_idle_s is 0; set OCTET_WARM_IDLE_S to seconds, or remove tenants.….user from the pool"
+            )
         if self.heartbeat_s * 3 > self.lease_s:
             raise ValueError(f"heartbeat_s {self.heartbeat_s} must be at most a third of lease_s {self.lease_s}")
         _check_folder(self.data_dir)
@@ -243,6 +249,11 @@ class Settings(BaseSettings):
         return {value: _tenant_and_role(value, text) for value, text in self.oidc_roles.items()}
 
     @property
+    def has_users(self) -> bool:
+        """True if a pool runs ranks of some tenants as users of their own."""
+        return any(pool.has_users for pool in self.pools)
+
+    @property
     def scheme(self) -> str:
         """The scheme of this server's URLs."""
         return "http" if self.tls_certificate is None else "https"
@@ -285,6 +296,11 @@ class Settings(BaseSettings):
         """The prefixes of object stores that ranks may read, and the folder that they keep them in."""
         folder = self.data_cache_dir or self.data_dir / "data-cache"
         return StoreAccess(prefixes=self.data_stores, cache_folder=str(folder.resolve()), cache_bytes=self.data_cache_bytes)
+
+    def store_access_of(self, user: RankUser | None) -> StoreAccess:
+        """Do the same for the ranks of a user, who has a folder of its own."""
+        access = self.store_access
+        return access if user is None else access.model_copy(update={"cache_folder": f"{access.cache_folder}-{user.uid}"})
 
     @property
     def effective_database_url(self) -> str:

@@ -82,6 +82,7 @@ def _order(
     context: DispatcherContext, session: Session, job: JobRow, attempt: AttemptRow, pool: PoolConfig, token: str
 ) -> LaunchOrder:
     spec = JobSpec.read_stored(job.spec).with_workers(attempt.workers)
+    user = pool.of_tenant(job.tenant).user
     newest = store.records.newest_checkpoints(session, job.id, CHECKPOINTS_OFFERED)
     return LaunchOrder(
         attempt_id=attempt.id,
@@ -94,7 +95,8 @@ def _order(
         report_ca=context.settings.report_ca,
         report_name=context.settings.report_name,
         data_roots=tuple(str(root) for root in context.settings.named_roots),
-        stores=context.settings.store_access,
+        stores=context.settings.store_access_of(user),
+        user=user,
         job_dir=str(context.settings.job_dir(job.id)),
         checkpoints=tuple(CheckpointRef(step=row.step, name=row.name, sha256=row.sha256) for row in newest),
         trackers=spec.trackers.with_operators(context.settings.trackers),

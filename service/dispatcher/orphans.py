@@ -5,6 +5,7 @@ keep, and old idempotency keys, and gathers tallies. Where a tenant's storage is
 """
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -20,6 +21,7 @@ from octet.service.dispatcher.context import DispatcherContext
 from octet.service.dispatcher.release import STOP_GRACE_S
 from octet.service.errors import ServiceError
 from octet.service.jobs import commands
+from octet.service.jobs.job_folders import delete_folder, opened_folder
 from octet.service.scheduling.quotas import to_collect
 
 LATELY, MOST_JOBS, MOST_FILES = timedelta(hours=1), 1000, 1000
@@ -58,8 +60,8 @@ def _delete_jobs(context: DispatcherContext) -> None:
     """Delete the folders of deleted jobs. A job is forgotten only after that, so a dispatcher that dies leaves no folder."""
     with context.database.read() as session:
         deleted = store.jobs.deleted_jobs(session, MOST_JOBS)
-    folders = ((job_id, context.settings.job_dir(job_id)) for job_id in deleted)
-    gone = [id_ for id_, folder in folders if _delete_folder(context, folder, f"the folder of the deleted job {id_}")]
+    folder_of = context.settings.job_dir
+    gone = [id_ for id_ in deleted if _delete_folder(context, f"the folder of the deleted job {id_}", folder_of(id_))]
     if gone:
         with context.write() as (session, _):
             store.jobs.forget_deleted(session, gone)
@@ -70,18 +72,22 @@ def _delete_files(context: DispatcherContext) -> None:
     with context.database.read() as session:
         deleted = store.records.deleted_files(session, MOST_JOBS)
         session.expunge_all()
-    folders = ((row, context.settings.job_dir(row.job_id) / row.kind / row.name) for row in deleted)
-    gone = [row for row, folder in folders if _delete_folder(context, folder, f"the deleted {row.name} of job {row.job_id}")]
+    gone = [
+        row
+        for row in deleted
+        if _delete_folder(
+            context, f"the deleted {row.name} of job {row.job_id}", context.settings.job_dir(row.job_id), row.kind, row.name
+        )
+    ]
     if gone:
         with context.write() as (session, _):
             store.records.forget_deleted_files(session, gone)
 
 
-def _delete_folder(context: DispatcherContext, folder: Path, what: str) -> bool:
-    """Delete a folder. Returns False, with a line in the log, if it stays."""
+def _delete_folder(context: DispatcherContext, what: str, job_dir: Path, *names: str) -> bool:
+    """Delete a folder of a job. Returns False, with a line in the log, if it stays."""
     try:
-        if folder.exists():
-            shutil.rmtree(folder)
+        delete_folder(job_dir, *names)
     except OSError as error:
         logger.warning("%s stays until it can be deleted: %s", what, error)
         return False
@@ -122,7 +128,7 @@ def _delete_surplus(context: DispatcherContext, table: type[CheckpointRow | Expo
         registered = store.records.names_of(session, table, jobs)
     for job_id, names in registered.items():
         try:
-            for name in _delete_unregistered(context.settings.job_dir(job_id) / table.__tablename__, names):
+            for name in _delete_unregistered(context.settings.job_dir(job_id), table.__tablename__, names):
                 words = "job %s does not keep %s/%s; its files are deleted"
                 logger.info(words, job_id, table.__tablename__, name, extra={"job_id": job_id})
         except OSError as error:
@@ -131,18 +137,22 @@ def _delete_surplus(context: DispatcherContext, table: type[CheckpointRow | Expo
         context.health.progressed()
 
 
-def _delete_unregistered(folder: Path, registered: Mapping[str, datetime]) -> Iterator[str]:
+def _delete_unregistered(job_dir: Path, kind: str, registered: Mapping[str, datetime]) -> Iterator[str]:
     """Delete the checkpoints, or exports, of a job that are not registered. Yields the name of each. Raises OSError.
 
     One goes only if it is older than the newest registered one, by step and by time: a newer one may not have
     been reported yet, or belong to an attempt that trains its steps again.
     """
     newest, completed_at = list(registered.items())[-1]
-    for checkpoint in folder.glob("step_*"):
-        is_older = checkpoint.name < newest and checkpoint.stat().st_mtime < completed_at.timestamp()
-        if is_older and checkpoint.name not in registered:
-            shutil.rmtree(checkpoint)
-            yield checkpoint.name
+    try:
+        with opened_folder(job_dir, kind) as folder:
+            for name in sorted(name for name in os.listdir(folder) if name.startswith("step_")):
+                modified_s = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
+                if name < newest and modified_s < completed_at.timestamp() and name not in registered:
+                    shutil.rmtree(name, dir_fd=folder)
+                    yield name
+    except FileNotFoundError:
+        return  # nothing was written, or a worker replaces one now
 
 
 def _stop(context: DispatcherContext, ref: AttemptRef) -> None:

@@ -6,14 +6,16 @@ else lies in the folder, and what lies elsewhere, cannot be reached.
 
 import hashlib
 import json
+import os
 import tarfile
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from octet.api_schemas import CheckpointFile
 from octet.service.db.tables import CheckpointRow, ExportRow
 from octet.service.errors import NotFound
+from octet.service.jobs.job_folders import open_file
 from octet.service.settings import Settings
 
 MANIFEST = "manifest.json"
@@ -32,8 +34,7 @@ class Archive(NamedTuple):
 
 def files_of(settings: Settings, row: Stored) -> list[CheckpointFile]:
     """List the files, the manifest last. Raises NotFound where they cannot be read here, or were changed."""
-    folder = _folder(settings, row)
-    content = _manifest(folder, row)
+    content = _manifest(settings, row)
     try:
         listed: dict[str, Any] = json.loads(content)["files"]
         files = [
@@ -46,19 +47,18 @@ def files_of(settings: Settings, row: Stored) -> list[CheckpointFile]:
     return [*files, CheckpointFile(path=MANIFEST, num_bytes=len(content), sha256=row.sha256)]
 
 
-def path_of(settings: Settings, row: Stored, path: str) -> Path:
-    """Return the place of a listed file. Raises NotFound for any other path, and for files that cannot be read here."""
+def open_listed(settings: Settings, row: Stored, path: str) -> int:
+    """Open a listed file, and return its descriptor. Raises NotFound for any other path, and if it cannot be read here."""
     if path not in [file.path for file in files_of(settings, row)]:
         raise NotFound(f"{_name(row)} has no file {path!r}; its list of files has them all")
-    folder = _folder(settings, row)
-    place = folder / path
-    if not place.is_file() or not place.resolve().is_relative_to(folder.resolve()):
-        raise NotFound(f"{path} of {_name(row)} is not in this server's data folder any more")
-    return place
+    try:
+        return _open(settings, row, path)
+    except OSError as error:
+        raise NotFound(f"{path} of {_name(row)} is not in this server's data folder any more") from error
 
 
 def archive_of(settings: Settings, row: Stored) -> Archive:
-    """Return all files as a tar archive, in a folder of the stored name. Raises NotFound as `path_of` does.
+    """Return all files as a tar archive, in a folder of the stored name. Raises NotFound as `open_listed` does.
 
     A file that is changed or removed while it is read ends the answer early, so that it does not pass for whole.
     """
@@ -66,19 +66,20 @@ def archive_of(settings: Settings, row: Stored) -> Archive:
     for file in files_of(settings, row):
         head = tarfile.TarInfo(f"{row.name}/{file.path}")
         head.size, head.mode, head.mtime = file.num_bytes, 0o644, int(row.created_at.timestamp())
-        parts.append((head.tobuf(tarfile.GNU_FORMAT), path_of(settings, row, file.path), file.num_bytes))
+        parts.append((head.tobuf(tarfile.GNU_FORMAT), file.path, file.num_bytes))
+        os.close(open_listed(settings, row, file.path))
     num_bytes = sum(len(head) + _padded(size) for head, _, size in parts) + 2 * tarfile.BLOCKSIZE
 
     def content() -> Iterator[bytes]:
-        for head, place, size in parts:
+        for head, path, size in parts:
             yield head
             left = size
-            with place.open("rb") as file:
+            with os.fdopen(_open(settings, row, path), "rb") as file:
                 while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
                     left -= len(chunk)
                     yield chunk
             if left:
-                raise OSError(f"{place} lost {left} bytes while it was sent")
+                raise OSError(f"{path} of {_name(row)} lost {left} bytes while it was sent")
             yield bytes(_padded(size) - size)
         yield bytes(2 * tarfile.BLOCKSIZE)
 
@@ -89,17 +90,17 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
-def _folder(settings: Settings, row: Stored) -> Path:
-    return settings.job_dir(row.job_id) / row.__tablename__ / row.name
+def _open(settings: Settings, row: Stored, path: str) -> int:
+    return open_file(settings.job_dir(row.job_id), row.__tablename__, row.name, *PurePosixPath(path).parts)
 
 
 def _name(row: Stored) -> str:
     return f"{row.__tablename__.removesuffix('s')} {row.name} of job {row.job_id}"
 
 
-def _manifest(folder: Path, row: Stored) -> bytes:
+def _manifest(settings: Settings, row: Stored) -> bytes:
     try:
-        with (folder / MANIFEST).open("rb") as file:
+        with os.fdopen(_open(settings, row, MANIFEST), "rb") as file:
             content = file.read(_LARGEST_MANIFEST_BYTES)
     except OSError as error:
         raise NotFound(

@@ -24,9 +24,11 @@ from octet.service.dispatcher import Dispatcher
 from octet.service.dispatcher.context import NotLeading
 from octet.service.processes.server import http_server
 from octet.service.processes.startup import (
+    check_users,
     checked_settings,
     database_of_one_machine,
     freeze_what_is_there,
+    let_ranks_pass,
     listening,
     log_to_stderr,
     private_folder,
@@ -52,11 +54,15 @@ def serve(*, given: Mapping[str, Any], slots: int | None = None) -> None:
     given |= {"pools": (default_pool(slots),)} if slots and "pools_file" not in given else {}
     settings = checked_settings(given)
     _check_roots(given.get("data_roots", ()))
+    if settings.has_users:
+        check_users(settings)
     # Every thread inherits the mask, so it is set before the first one starts; `run` alone waits for the signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     log_to_stderr(settings.log_format)
     with listening(settings) as listeners:
         private_folder(settings.data_dir)
+        if settings.has_users:
+            let_ranks_pass(settings.data_dir)
         former_pid = hold_serve_lock(settings.data_dir)
         database = database_of_one_machine(settings)
         with _local_cluster(settings) as launcher:

@@ -87,6 +87,35 @@ def private_folder(folder: Path) -> None:
             path.chmod(0o600)
 
 
+def check_users(settings: Settings) -> None:
+    """Raise ValueError unless ranks on this machine can run as the users that the pools name."""
+    if os.geteuid() != 0:
+        pools = ", ".join(pool.name for pool in settings.pools if pool.has_users)
+        raise ValueError(
+            f"pool {pools} runs ranks as users of their tenants, for which `octet serve` has to run as root; it runs as user "
+            f"{os.geteuid()}. Start it as root, or remove tenants.….user from the pool"
+        )
+    for what, place in (("the data folder", settings.data_dir), ("Python", Path(sys.base_prefix)), ("Octet", Path(__file__))):
+        closed = next((each for each in reversed(place.resolve().parents) if not _lets_others_pass(each)), None)
+        if closed is not None:
+            raise ValueError(
+                f"ranks that run as users of their tenants do not reach {what} at {place}: others cannot pass through "
+                f"{closed}. Run: chmod o+x {closed}, or choose another place for it"
+            )
+
+
+def _lets_others_pass(folder: Path) -> bool:
+    return not folder.exists() or bool(folder.stat().st_mode & stat.S_IXOTH)
+
+
+def let_ranks_pass(data_dir: Path) -> None:
+    """Let other users pass through the data folder to the folders of their own jobs. They see no list and no other file."""
+    jobs = data_dir / "jobs"
+    jobs.mkdir(exist_ok=True)
+    for folder in (data_dir, jobs):
+        folder.chmod(0o711)
+
+
 def freeze_what_is_there() -> None:
     """Leave all present objects out of the collector's work; call it once everything is imported and built.
 

@@ -13,7 +13,7 @@ from octet.service.errors import NotFound
 from octet.service.http.pages import LimitQuery, page_of
 from octet.service.http.problems import Answers, answers
 from octet.service.jobs import checkpoint_files, views
-from octet.service.routes.files import delete_saved, find_saved
+from octet.service.routes.files import OpenFile, delete_saved, find_saved
 from octet.service.routes.job_views import existing_job
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/exports", tags=["records"])
@@ -65,8 +65,7 @@ def get_file(
     tenant: VisibleTenantDep,
 ) -> FileResponse:
     """The content of a file that the list has."""
-    place = checkpoint_files.path_of(context.settings, find_saved(context, ExportRow, job_id, name, tenant), path)
-    return FileResponse(place, media_type="application/octet-stream")
+    return OpenFile(checkpoint_files.open_listed(context.settings, find_saved(context, ExportRow, job_id, name, tenant), path))
 
 
 @router.get(

@@ -1,9 +1,12 @@
 """The files of a job's checkpoints: their list, and each as a download; and how a checkpoint is deleted."""
 
+import os
+import weakref
 from typing import Annotated
 
 from fastapi import APIRouter, Path
 from fastapi.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
 from octet.api_schemas import CheckpointFile, Page
 from octet.service import store
@@ -20,6 +23,20 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/checkpoints/{name}", tags=["records
 
 CheckpointName = Annotated[str, Path(max_length=31, description="the checkpoint's id, or step_ and ten digits")]
 _CONTENT: Answers = {200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
+
+
+class OpenFile(FileResponse):
+    """Sends a file that is open, whatever its path leads to meanwhile, and closes it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._close = weakref.finalize(self, os.close, descriptor)  # also if nobody asks for the answer any more
+        super().__init__(f"/dev/fd/{descriptor}", media_type="application/octet-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
 
 
 @router.get("/files", operation_id="list_checkpoint_files", responses=answers(404, 422))
@@ -45,8 +62,9 @@ def get_file(
     tenant: VisibleTenantDep,
 ) -> FileResponse:
     """The content of a file that the list has."""
-    place = checkpoint_files.path_of(context.settings, find_saved(context, CheckpointRow, job_id, name, tenant), path)
-    return FileResponse(place, media_type="application/octet-stream")
+    return OpenFile(
+        checkpoint_files.open_listed(context.settings, find_saved(context, CheckpointRow, job_id, name, tenant), path)
+    )
 
 
 @router.delete("", status_code=204, operation_id="delete_checkpoint", responses=answers(404, 409, 422))

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from octet.api_schemas import PoolConfig
 from octet.api_schemas.tracking import MlflowTracker, TrackersSpec
+from octet.service.processes.startup import check_users
 from octet.service.settings import Settings
 
 KEY = "a key that is long enough"
@@ -132,3 +133,23 @@ def test_trackers_of_every_job_in_the_environment(tmp_path: Path, monkeypatch: p
 
 def test_unknown_settings_are_refused(tmp_path: Path) -> None:
     assert "Extra inputs" in refused(data_dir=tmp_path, prot=1)
+
+
+def test_users_of_tenants_need_warm_processes_and_are_never_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = {"user": {"uid": 20_001, "gid": 20_001}}
+    pool = {"name": "cpu", "node_label": ("octet-pool", "cpu"), "slots": 1, "tenants": {"vision": user}}
+    settings = Settings(data_dir=tmp_path, pools=(pool,))
+    vision = settings.pools[0].of_tenant("vision").user
+    assert settings.store_access_of(vision).cache_folder == f"{tmp_path}/data-cache-20001"
+    assert settings.store_access_of(None) == settings.store_access
+    assert "OCTET_WARM_IDLE_S" in refused(data_dir=tmp_path, pools=(pool,), warm_idle_s=0)
+    assert "greater than or equal to 1" in refused(
+        data_dir=tmp_path, pools=({**pool, "tenants": {"a": {"user": {"uid": 0, "gid": 1}}}},)
+    )
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ValueError, match=r"pool cpu runs ranks as users .* has to run as root; it runs as user 1000"):
+        check_users(settings)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    tmp_path.chmod(0o700)
+    with pytest.raises(ValueError, match=r"do not reach the data folder at .*Run: chmod o\+x "):
+        check_users(settings.model_copy(update={"data_dir": tmp_path / "data"}))

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class WarmProcess:
         umask = os.umask(0o077)
         os.umask(umask)
         request = {
-            "environment": dict(os.environ),
+            "environment": _without_secrets(os.environ),
             "working_dir": str(Path.cwd()),
             "umask": umask,
             "order": order_json,
@@ -106,12 +107,17 @@ def start(idle_s: float, owner: int | None = None) -> socket.socket | None:
     if (connection := _connect(name)) is not None:
         return connection
     command = [sys.executable, "-P", "-m", "octet.worker.rank.warm.template", "--name", name, "--owner", str(owner)]
-    environment = os.environ | _ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = _without_secrets(os.environ) | _ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([*command, "--idle-s", str(idle_s)], env=environment, stdin=subprocess.DEVNULL, timeout=_START_S, check=True)
     deadline = time.monotonic() + _START_S
     while (connection := _connect(name)) is None and time.monotonic() < deadline:
         time.sleep(0.01)
     return connection
+
+
+def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Leave out the token of the whole cluster, which opens every node: a rank runs a user's code and never asks Ray."""
+    return {name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"}
 
 
 def _name(owner: int) -> str:

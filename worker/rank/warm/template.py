@@ -146,7 +146,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     order = importlib.import_module("octet.worker.rank.warm.order")
     try:
         placed_at = datetime.fromisoformat(request["placed_at"])
-        return {"ending": order.run_order(request["order"], request["rank_env"], placed_at)}
+        return {"ending": order.run_order(request["order"], request["rank_env"], placed_at, is_forked=True)}
     except BaseException:  # noqa: BLE001  (the actor raises it)
         return {"error": traceback.format_exc()}
 
