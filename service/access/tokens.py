@@ -22,7 +22,7 @@ import jwt
 from octet.service import tls
 from octet.service.access.principal import Principal, of_role
 from octet.service.errors import Forbidden, NotReady, Unauthenticated
-from octet.service.settings import Settings, is_safe_url
+from octet.service.settings import Settings, is_safe_url, names_loopback
 
 ALGORITHMS = ("RS256", "ES256")
 LEEWAY_S = 30
@@ -152,7 +152,9 @@ class Tokens:
     async def _fetch_keys(self) -> None:
         """Fetch discovery document and keys. A failure is logged, and leaves the keys as they are."""
         try:
-            async with asyncio.timeout(FETCH_S), httpx.AsyncClient(verify=self._tls, timeout=FETCH_S) as client:
+            is_here = names_loopback(urlsplit(self._issuer).hostname or "")  # where no proxy of the environment leads
+            fetching = httpx.AsyncClient(verify=self._tls, timeout=FETCH_S, trust_env=not is_here)
+            async with asyncio.timeout(FETCH_S), fetching as client:
                 discovery = await _fetch(client, self._issuer.rstrip("/") + DISCOVERY)
                 if discovery.get("issuer") != self._issuer:
                     raise ValueError(f"its document is of the issuer {discovery.get('issuer')!r}")

@@ -28,7 +28,6 @@ from octet.service.processes.startup import (
     checked_settings,
     database_of_one_machine,
     freeze_what_is_there,
-    let_ranks_pass,
     listening,
     log_to_stderr,
     private_folder,
@@ -60,9 +59,7 @@ def serve(*, given: Mapping[str, Any], slots: int | None = None) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     log_to_stderr(settings.log_format)
     with listening(settings) as listeners:
-        private_folder(settings.data_dir)
-        if settings.has_users:
-            let_ranks_pass(settings.data_dir)
+        private_folder(settings.data_dir, lets_others_pass=settings.has_users)
         former_pid = hold_serve_lock(settings.data_dir)
         database = database_of_one_machine(settings)
         with _local_cluster(settings) as launcher:

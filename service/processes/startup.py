@@ -63,8 +63,11 @@ def _read(path: Path) -> str:
         raise ValueError(f"the file of the database URL, {str(path)!r}, cannot be read: {error.strerror}") from error
 
 
-def private_folder(folder: Path) -> None:
+def private_folder(folder: Path, *, lets_others_pass: bool = False) -> None:
     """Make the data folder ours alone: 0700, and 0600 for the files in it; from now on this process creates nothing else.
+
+    lets_others_pass: 0711, for ranks that run as users of their own, on their way to the folders of their jobs. They see no
+    list of either folder, and no file of the first.
 
     Raises ValueError for a folder that another user owns or can write to: links in it could lead our writes anywhere.
     """
@@ -81,7 +84,10 @@ def private_folder(folder: Path) -> None:
             f"other users can write to the data folder {str(folder)!r} (mode {stat.S_IMODE(found.st_mode):04o}). Look for "
             f"files that are not yours, then run: chmod go-w {str(folder)!r}"
         )
-    folder.chmod(0o700)
+    folder.chmod(0o711 if lets_others_pass else 0o700)
+    if lets_others_pass:
+        (folder / "jobs").mkdir(exist_ok=True)
+        (folder / "jobs").chmod(0o711)
     for path in folder.iterdir():
         if path.is_file() and not path.is_symlink():
             path.chmod(0o600)
@@ -106,14 +112,6 @@ def check_users(settings: Settings) -> None:
 
 def _lets_others_pass(folder: Path) -> bool:
     return not folder.exists() or bool(folder.stat().st_mode & stat.S_IXOTH)
-
-
-def let_ranks_pass(data_dir: Path) -> None:
-    """Let other users pass through the data folder to the folders of their own jobs. They see no list and no other file."""
-    jobs = data_dir / "jobs"
-    jobs.mkdir(exist_ok=True)
-    for folder in (data_dir, jobs):
-        folder.chmod(0o711)
 
 
 def freeze_what_is_there() -> None:
