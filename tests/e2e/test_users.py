@@ -106,7 +106,6 @@ def test_ranks_run_as_their_tenants_users(server: ServerOfUsers, long_job: dict[
         assert _as_user(uid, "cat", str(server.data_dir / "octet.db")) != 0
         assert _as_user(uid, "ls", str(server.data_dir)) != 0
         assert _as_user(uid, "cat", str(server.data_dir / "ray/token")) != 0
-    server.client.cancel(job.id)
-    assert server.finish(job.id).state is JobState.CANCELLED
+    assert server.finish(job.id).state is JobState.SUCCEEDED
     (checkpoint, *_) = server.client.checkpoints(job.id)
     assert list(server.client.checkpoint_files(job.id, checkpoint.id)), "root still reads what its users wrote"
