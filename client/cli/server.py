@@ -35,6 +35,9 @@ def serve(
     data_root: Annotated[list[Path] | None, typer.Option("--data-root", help="A folder that jobs may read.")] = None,
     slots: Annotated[int | None, typer.Option("--slots", min=1, help="Ranks at once in the cpu pool.")] = None,
     log_format: LogFormat = None,
+    internal_address: Annotated[
+        str | None, typer.Option("--internal-address", help="HOST:PORT for reports, health and metrics alone.")
+    ] = None,
     tls_certificate: Annotated[
         Path | None, typer.Option("--tls-certificate", help="Serve https:// with this certificate, as PEM.")
     ] = None,
@@ -59,7 +62,12 @@ def serve(
 
         given = {"host": host, "port": port, "data_dir": data_dir.resolve(), "api_keys_file": api_key_file, "pools_file": pools}
         given |= {"data_roots": tuple(data_root or ()), "tls_certificate": tls_certificate, "tls_key": tls_key}
-        given |= {"oidc_issuer": oidc_issuer, "oidc_audience": oidc_audience, "oidc_roles": _roles_of(oidc_role or [])}
+        given |= {
+            "internal_address": internal_address,
+            "oidc_issuer": oidc_issuer,
+            "oidc_audience": oidc_audience,
+            "oidc_roles": _roles_of(oidc_role or []),
+        }
         given |= {"quotas_file": quotas, "log_format": log_format}
         run_server(given=given, slots=slots)
 
@@ -67,7 +75,7 @@ def serve(
 def _roles_of(options: list[str]) -> dict[str, str] | None:
     if wrong := next((option for option in options if "=" not in option), None):
         raise typer.BadParameter(f"got {wrong!r}; allowed: GROUP=TENANT:ROLE", param_hint="--oidc-role")
-    return {group: role for group, _, role in (option.partition("=") for option in options)} or None
+    return {group: role for group, _, role in (option.rpartition("=") for option in options)} or None  # groups may have =
 
 
 def api(database_url_file: DatabaseUrlFile = None, log_format: LogFormat = None) -> None:

@@ -18,6 +18,7 @@ from octet.client.sign_in import DeviceCode, Provider, StoredToken, TokenFile
 from octet.service.db.engine import Database
 from octet.service.settings import Settings
 from tests.kit.identity_provider import CLIENT, TOKEN, IdentityProvider, identity_provider
+from tests.kit.ports import free_port
 from tests.kit.waiting import wait_until
 from tests.service.serving import serving
 
@@ -177,3 +178,30 @@ def test_a_server_without_a_provider_says_so(sqlite_file: Path, tmp_path: Path) 
         refused = CliRunner().invoke(build_app(), ["login", "--url", f"http://127.0.0.1:{port}"])
     assert refused.exit_code == 2
     assert "use an API key" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--oidc-issuer", "https://login.example.com"], "set OCTET_OIDC_AUDIENCE too"),
+        (["--oidc-role", "ml-ops"], "allowed: GROUP=TENANT:ROLE"),
+        (
+            [
+                "--oidc-issuer",
+                "https://x.example.com",
+                "--oidc-audience",
+                "octet",
+                "--oidc-role",
+                "cn=ml,dc=example=vision:boss",
+            ],
+            "'vision:boss' for 'cn=ml,dc=example'",
+        ),
+        (["--internal-address", "8001"], "HOST:PORT"),
+    ],
+)
+def test_octet_serve_says_what_is_wrong_with_its_options(options: list[str], words: str, tmp_path: Path) -> None:
+    command = ["serve", "--port", str(free_port()), "--data-dir", str(tmp_path / "octet"), *options]
+    ended = CliRunner().invoke(build_app(), command)
+    assert ended.exit_code == 2
+    assert words in " ".join(ended.stderr.replace("│", " ").split())
+    assert not (tmp_path / "octet").exists()
