@@ -20,7 +20,7 @@ from octet.worker.models.documents import positions_in_documents
 from octet.worker.models.language import checked_length, next_token_losses, token_losses
 from octet.worker.models.linear_cross_entropy import DeferredLogits
 from octet.worker.models.model import Losses, TensorRole, TrainedModel
-from octet.worker.models.transformers_attention import attend_by_documents, mask_of
+from octet.worker.models.transformers_attention import attend_by_documents, attends_by_documents, mask_of
 
 TOP = 5
 """The accuracy that is measured besides that of the first guess counts so many."""
@@ -61,7 +61,8 @@ class _TokenModel(WrappedModel):
             options["position_ids"] = positions_T.expand_as(tokens_BT)
         if documents_BD is not None:
             options["position_ids"] = positions_in_documents(documents_BD, tokens_BT.shape[1])
-            options["attention_mask"] = mask_of(documents_BD, tokens_BT.shape[1])
+        if documents_BD is not None or attends_by_documents(self.network):
+            options["attention_mask"] = mask_of(documents_BD, tokens_BT)
         longest = getattr(config, "max_position_embeddings", None)
         if isinstance(longest, int) and longest > 0:
             checked_length(tokens_BT, longest - first)

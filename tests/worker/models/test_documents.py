@@ -13,6 +13,7 @@ from octet.api_schemas.models.huggingface import HuggingFaceSpec
 from octet.worker.models import TrainedModel, build_model, context
 from octet.worker.models.cross_entropy import IGNORED
 from octet.worker.models.documents import document_numbers, document_spans, document_starts, positions_in_documents
+from octet.worker.models.transformers_attention import NAME
 from octet.worker.prepare.blocks import checkpoint_blocks, compile_blocks
 from tests.worker.models.test_architectures import CONFIGS, GROUPED, UNPADDED, VOCABULARY
 
@@ -157,18 +158,61 @@ def test_no_mask_is_made_and_no_position_read(name: str, monkeypatch: pytest.Mon
 
     for function in ("find_packed_sequence_indices", "sdpa_mask", "eager_mask"):
         monkeypatch.setattr(masking_utils, function, refuse)
-    monkeypatch.setitem(masking_utils.AttentionMaskInterface._global_mapping, "sdpa", refuse)
+    for attention in (NAME, "sdpa"):
+        monkeypatch.setitem(masking_utils.AttentionMaskInterface._global_mapping, attention, refuse)
     model: Any = build_model(HuggingFaceSpec(architecture=name, config=CONFIGS[name]), seed=0)
     tokens_BT = torch.randint(3, 256, (2, 24), generator=torch.Generator().manual_seed(1))
     for documents_BD in (None, torch.tensor([[0, 2, 14], [0, 24, 24]], dtype=torch.int32)):
         assert model(tokens_BT, documents_BD).isfinite().all()
-    elements = torch.ones(24, 24, dtype=torch.bool).tril().expand(2, 1, 24, 24)
-    with_mask = model.network(input_ids=tokens_BT, attention_mask=elements, use_cache=False).logits
-    torch.testing.assert_close(with_mask, model(tokens_BT))
     assert "attn_implementation" not in model.network.config.to_json_string()
     model.network.set_attn_implementation("sdpa")
     with pytest.raises(AssertionError, match="transformers makes a mask"):
         model(tokens_BT)
+
+
+MASKS: dict[str, Any] = {
+    "padded at the left": lambda: {"attention_mask": torch.arange(24).ge(torch.tensor([[5], [0]])).long()},
+    "padded at the right": lambda: {"attention_mask": torch.arange(24).lt(torch.tensor([[24], [9]]))},
+    "elements": lambda: {"attention_mask": torch.ones(24, 24, dtype=torch.bool).tril().triu(-7).expand(2, 1, 24, 24)},
+    "packed positions": lambda: {"position_ids": torch.arange(24).remainder(10).expand(2, 24)},
+    "none": dict,
+}
+"""Arguments that people give to the network within a model."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=() if each == "mistral" else pytest.mark.matrix) for each in sorted(KEEPS_DOCUMENTS_APART)],
+)
+def test_the_network_alone_takes_the_masks_of_transformers(name: str) -> None:
+    """Padding is not attended to, and layers with a window have masks of their own."""
+    config = CONFIGS.get(name, GROUPED | UNPADDED) | ({"sliding_window": 5} | SLIDING[name] if name in SLIDING else {})
+    tokens_BT = torch.randint(3, 256, (2, 24), generator=torch.Generator().manual_seed(1))
+    network = build_model(HuggingFaceSpec(architecture=name, config=config), seed=0).network
+    for what, options in MASKS.items():
+        found = []
+        for attention in (NAME, "sdpa"):
+            network.set_attn_implementation(attention)
+            network.zero_grad()
+            torch.manual_seed(3)  # some drop values or disturb routers
+            logits_BTV = network(input_ids=tokens_BT, use_cache=False, **options()).logits
+            logits_BTV.square().mean().backward()
+            found.append([logits_BTV.detach(), *(one.grad for one in network.parameters() if one.grad is not None)])
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs), what
+
+
+def test_the_network_alone_generates_after_padding() -> None:
+    """A padded prompt has the logits of the prompt alone, and its continuation reads the cache."""
+    network = build_model(HuggingFaceSpec(architecture="llama", config=CONFIGS["llama"]), seed=0).network.eval()
+    tokens_BT = torch.randint(3, 256, (1, 9), generator=torch.Generator().manual_seed(1))
+    padded_BT, mask_BT = torch.nn.functional.pad(tokens_BT, (3, 0)), torch.nn.functional.pad(torch.ones_like(tokens_BT), (3, 0))
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "output_logits": True}
+    alone = network.generate(tokens_BT, return_dict_in_generate=True, **options).logits
+    padded = network.generate(padded_BT, attention_mask=mask_BT, return_dict_in_generate=True, **options).logits
+    assert len(alone) == len(padded) == 6
+    for one, other in zip(padded, alone, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_positions_and_masks_end_at_borders() -> None:
