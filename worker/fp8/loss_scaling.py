@@ -1,21 +1,29 @@
 """Dynamic loss scaling for fp16, built into the model so that the training loop stays as it is.
 
-The gradient that enters at the model's output is multiplied by the loss scale; every parameter's gradient is divided by it
-before it is accumulated, and so is the gradient that leaves at the model's input. So fp16 products see large gradients, while
-clipping, accumulation, the optimizer and what comes before the model see true ones. After a step with a non-finite gradient
-the scale is halved; after `growth_interval` good ones it is doubled
+The gradient that enters at the model's output is multiplied by the loss scale; what the model's graph sends to a leaf, which is
+most often a parameter, is divided by it, and so is the gradient that leaves at the model's input. So fp16 products see large
+gradients, while clipping, accumulation, the optimizer and what comes before the model see true ones. A gradient that reaches a
+parameter from elsewhere, as that of a penalty which is added to the loss, was never multiplied and stays as it is. After a
+step with a non-finite gradient the scale is halved; after `growth_interval` good ones it is doubled
 (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2).
+
+Two kinds of passes have no graph to look through: one within the backward pass, which reentrant checkpoints make, and that of a
+model which torch.compile got as a whole. There hooks of the parameters divide all that arrives.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from octet.worker.kernels.torch_private import tree_map_only
+from octet.worker.kernels.torch_private import backward_pass, call_after_backward, tree_leaves, tree_map_only
 
 LARGEST_SCALE = 2.0**32
 STATE_BUFFER = "octet_loss_scaling_state"
+_IS_UNSCALED = "octet_is_unscaled"
 
 
 class LossScaling:
@@ -28,6 +36,12 @@ class LossScaling:
     def __init__(self, model: nn.Module, initial_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
         self.growth_interval = growth_interval
         self.model = model
+        self.is_compiled = False
+        """The model was compiled as a whole, so that autograd sees one node."""
+        self._pass: int | None = None
+        """The number of the backward pass that has entered the model and has not ended."""
+        self._waiting: dict[int, Tensor] = {}
+        """Gradients in fp32 by the id of the parameter that they will reach, which other code has computed in fp16."""
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         state = torch.tensor([initial_scale, 0.0, 0.0], dtype=torch.float64, device=self.parameters[0].device)
         model.register_buffer(STATE_BUFFER, state)
@@ -59,13 +73,54 @@ class LossScaling:
 
     def scale_gradients_of_outputs(self, _model: nn.Module, _inputs: Any, outputs: Any) -> Any:
         """A forward hook: the model's outputs, through which gradients come back multiplied."""
-        return _scale_gradients(outputs, self.loss_scale)
+        if torch.compiler.is_compiling():
+            self.is_compiled = True
+            return _scale_gradients(outputs, self.loss_scale)
+        ends = [tensor.grad_fn for tensor in tree_leaves(outputs) if isinstance(tensor, Tensor) and tensor.grad_fn is not None]
+        for node, leaves in _edges_to_leaves(ends, self):
+            node.register_hook(partial(self._unscale_edges, leaves))
+        return _scale_gradients(outputs, self.loss_scale, self._enter)
 
     def unscale_gradients_of_inputs(self, _model: nn.Module, inputs: Any, named_inputs: Any) -> Any:
         """A forward pre-hook: the model's inputs, through which gradients go on divided, to what comes before the model."""
-        if not torch.compiler.is_compiling():
-            self._follow_parameters()
-        return _scale_gradients((inputs, named_inputs), self.loss_scale.reciprocal())
+        if torch.compiler.is_compiling():
+            return _scale_gradients((inputs, named_inputs), self.loss_scale.reciprocal())
+        self._follow_parameters()
+        if backward_pass() < 0:
+            self._pass = None  # an exception may have ended the pass before
+            self._waiting.clear()
+        return _scale_gradients((inputs, named_inputs), self.loss_scale.reciprocal(), model=self)
+
+    def _enter(self) -> None:
+        """Note that the backward pass which runs has come to the model."""
+        before = self._pass
+        if before != backward_pass():
+            self._pass = backward_pass()
+            call_after_backward(partial(setattr, self, "_pass", before))
+
+    def _unscale_edges(self, leaves: dict[int, Tensor], gradients: tuple[Tensor | None, ...], _outputs: Any) -> Any:
+        """Divide the gradients that a node sends to leaves, by number. What is narrower than its leaf waits for it in fp32."""
+        unscaled = list(gradients)
+        for number, leaf in leaves.items():
+            gradient = gradients[number]
+            if gradient is None:
+                continue
+            is_exact = gradient.dtype == leaf.dtype or gradient.dtype.itemsize >= torch.float32.itemsize
+            if is_exact or not any(leaf is parameter for parameter in self.parameters):
+                unscaled[number] = gradient / self.loss_scale
+                continue
+            wide = gradient.float() / self.loss_scale
+            self._waiting[id(leaf)] = self._waiting[id(leaf)] + wide if id(leaf) in self._waiting else wide
+            unscaled[number] = torch.zeros_like(gradient)
+        return tuple(unscaled)
+
+    def _unscale_whole(self, gradient: Tensor, parameter: int) -> Tensor:
+        """Divide all that a pass within the backward pass, or the pass of a compiled model, sends to a parameter."""
+        is_scaled = self.is_compiled if self._pass is None else self._pass != backward_pass()
+        if is_scaled:
+            return gradient / self.loss_scale
+        waiting = self._waiting.pop(parameter, None)
+        return gradient if waiting is None else gradient + waiting
 
     def _follow_parameters(self) -> None:
         """Hook the parameters that were thawed or made since: their gradients would keep the loss scale."""
@@ -77,7 +132,7 @@ class LossScaling:
 
     def _hook(self, parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
-            parameter.register_hook(lambda gradient: gradient / self.loss_scale)
+            parameter.register_hook(partial(self._unscale_whole, parameter=id(parameter)))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the hooks, which copied parameters lose."""
@@ -94,11 +149,36 @@ def scale_losses(model: nn.Module) -> LossScaling:
     return scaling
 
 
-def _scale_gradients(tensors: Any, factor: Tensor) -> Any:
-    """The tensors of a tree, with their gradients multiplied where they have any."""
+def _edges_to_leaves(ends: list[Node], scaling: LossScaling) -> Iterator[tuple[Node, dict[int, Tensor]]]:
+    """Yield each node of the model's graph that sends gradients to leaves, with these by the number of the edge, once.
+
+    ends: of the model's outputs. What lies before the model's inputs is left out.
+    """
+    seen, waiting = set(ends), list(ends)
+    while waiting:
+        node = waiting.pop()
+        if getattr(node, "begins", None) is scaling:
+            continue
+        to_leaves: dict[int, Tensor] = {}
+        for number, (following, _) in enumerate(node.next_functions):
+            if following is not None and not following.next_functions and hasattr(following, "variable"):
+                to_leaves[number] = following.variable
+            elif following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+        if to_leaves and _IS_UNSCALED not in node.metadata:  # else in an earlier pass, of which this one has read a result
+            node.metadata[_IS_UNSCALED] = True
+            yield node, to_leaves
+
+
+def _scale_gradients(tensors: Any, factor: Tensor, enter: Any = None, model: LossScaling | None = None) -> Any:
+    """The tensors of a tree, with their gradients multiplied where they have any.
+
+    enter: is called when a gradient arrives. model: begins here.
+    """
 
     def scale(tensor: Tensor) -> Tensor:
-        return _ScaleGradient.apply(tensor, factor) if tensor.requires_grad else tensor
+        return _ScaleGradient.apply(tensor, factor, enter, model) if tensor.requires_grad else tensor
 
     return tree_map_only(Tensor, scale, tensors)
 
@@ -107,11 +187,14 @@ class _ScaleGradient(torch.autograd.Function):
     """The identity; it multiplies the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, loss_scale: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, loss_scale: Tensor, enter: Any, begins: LossScaling | None) -> Tensor:
         ctx.save_for_backward(loss_scale)
+        ctx.enter, ctx.begins = enter, begins
         return output.clone() if output.dim() == 0 else output.view_as(output)  # a loss may be scaled in place, a view may not
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         (loss_scale,) = ctx.saved_tensors
-        return grad_output * loss_scale, None
+        if ctx.enter is not None:
+            ctx.enter()
+        return grad_output * loss_scale, None, None, None

@@ -1,8 +1,12 @@
 """Dynamic loss scaling: gradients too small for fp16 survive, the loop sees true ones, and the scale finds its level."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from octet.worker import initialize
 from octet.worker.fp8.loss_scaling import LossScaling
@@ -95,3 +99,104 @@ def test_gradients_of_wrapped_networks_are_true(family: str) -> None:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         norms.append(nn.utils.get_total_norm(gradients).item())
     assert norms[1] == pytest.approx(norms[0], rel=0.02)
+
+
+def penalty_of(model: nn.Module) -> Tensor:
+    return 0.1 * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+
+
+def whole(model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=True)
+
+
+def by_layers(model: nn.Module, x: Tensor) -> Tensor:
+    for layer in model:
+        x = checkpoint(layer, x, use_reentrant=True)
+    return x
+
+
+PASSES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "plain": lambda model, x: model(x),
+    "twice": lambda model, x: model(x) + model(2 * x),
+    "on itself": lambda model, x: model(model(x).expand(8, 32) + x),
+    "checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False),
+    "reentrant checkpoint": whole,
+}
+
+
+@pytest.mark.parametrize("penalized", ["not", "in one sum", "alone", "before"])
+@pytest.mark.parametrize("name", PASSES)
+def test_a_penalty_of_parameters_keeps_its_gradient(name: str, penalized: str) -> None:
+    """It was never multiplied by the loss scale, in whichever backward pass it comes."""
+    model, _, scaling = make()
+    scaling.state[0] = 2.0**10  # nothing overflows
+    reference = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 1, bias=False))
+    reference.load_state_dict({name: value for name, value in model.state_dict().items() if name.endswith("weight")})
+    input = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    found = []
+    for network in (model, reference):
+        input.grad = None
+        before = penalty_of(network)
+        loss = PASSES[name](network, input).square().mean()
+        penalty = before if penalized == "before" else penalty_of(network)
+        if penalized in ("in one sum", "before"):
+            (loss + penalty).backward()
+        else:
+            loss.backward()
+            if penalized == "alone":
+                penalty.backward()
+        found.append([*(parameter.grad for parameter in network.parameters()), input.grad])
+    for gradient, exact in zip(*found, strict=True):
+        assert ((gradient - exact).norm() / exact.norm()).item() < 5e-3
+
+
+def test_blocks_in_reentrant_checkpoints_get_true_gradients() -> None:
+    """Passes within the backward pass, which sees one node of each block."""
+
+    class Blocks(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return by_layers(self, x)
+
+    found = []
+    input = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    for level in (None, "fp16-amp"):
+        torch.manual_seed(0)
+        model: nn.Module = Blocks(nn.Linear(32, 32, bias=False), nn.Linear(32, 32), nn.Linear(32, 1, bias=False))
+        if level is not None:
+            model, _ = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), level)
+        (model(input).square().mean() + penalty_of(model)).backward()
+        penalty_of(model).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for gradient, exact in zip(*found, strict=True):
+        assert ((gradient - exact).norm() / exact.norm()).item() < 5e-3
+
+
+class InHalf(torch.autograd.Function):
+    """A product of others, whose gradient of the weight is fp16 for an fp32 parameter; autograd casts it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad_output @ weight.t(), (x.t() @ grad_output).half()
+
+
+def test_gradients_that_arrive_in_fp16_are_divided_in_fp32() -> None:
+    class Theirs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.weight = nn.Linear(16, 16), nn.Parameter(torch.eye(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return InHalf.apply(self.first(x), self.weight) + InHalf.apply(x, self.weight)
+
+    model, _ = initialize(model := Theirs(), torch.optim.AdamW(model.parameters()), "fp16-amp", convert_heads=True)
+    input = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exact = (model.first(input) + input).t() @ torch.full((8, 16), 1e-9)
+    (model(input).sum() * 1e-9 + model.weight.sum() * 1e-7).backward()  # divided in fp16 it would be zero
+    torch.testing.assert_close(model.weight.grad, exact + 1e-7, rtol=2e-3, atol=1e-11)

@@ -252,15 +252,10 @@ def plain_twin(model: nn.Module) -> nn.Module:
 
 
 def cases(actions: dict[str, Any]) -> list[Any]:
-    """Each action at every level; in `make test` at one of SPREAD, which take turns.
-
-    But penalties at fp16-amp, whose gradients are divided by the loss scale: docs/integrations.md says so.
-    """
+    """Each action at every level; in `make test` at one of SPREAD, which take turns."""
     found = []
     for number, name in enumerate(actions):
         for level in LEVELS:
-            if LEVELS[level].loss_scaling and name in ("L2 penalty", "MAML", "EWC"):
-                continue
             marks = () if level == SPREAD[number % len(SPREAD)] else pytest.mark.matrix
             found.append(pytest.param(name, level, id=f"{name}-{level}", marks=marks))
     return found
