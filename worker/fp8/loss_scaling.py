@@ -166,8 +166,9 @@ def _edges_to_leaves(ends: list[Node], scaling: LossScaling) -> Iterator[tuple[N
             elif following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-        if to_leaves and _IS_UNSCALED not in node.metadata:  # else in an earlier pass, of which this one has read a result
-            node.metadata[_IS_UNSCALED] = True
+        noted: Any = node.metadata
+        if to_leaves and _IS_UNSCALED not in noted:  # else in an earlier pass, of which this one has read a result
+            noted[_IS_UNSCALED] = True
             yield node, to_leaves
 
 

@@ -118,6 +118,42 @@ def test_prepare_changes_nothing_of_what_initialize_made(level: str) -> None:
     assert_same_bits(*found)
 
 
+@pytest.mark.parametrize(
+    "level",
+    ["O3", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("bf16-amp", "te", "O2", "O3-split", "O2-8bit"))],
+)
+def test_a_state_without_its_model_is_refused(level: str, tmp_path: Path) -> None:
+    """Accelerate saves the models that it was given: none, where the optimizer alone was prepared."""
+
+    def started(seed: int) -> tuple[Accelerator, Any, Any]:
+        model, optimizer = make(level, seed=seed)
+        carry_model_state(model, optimizer)
+        accelerator = Accelerator(cpu=True)
+        return accelerator, model, accelerator.prepare(optimizer)
+
+    def step(model: Any, optimizer: Any) -> None:
+        model(torch.ones(4, 32)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    accelerator, model, optimizer = started(0)
+    step(model, optimizer)
+    accelerator.save_state(str(tmp_path))
+    values = plain_state_dict(model)
+    accelerator, other, its_optimizer = started(1)
+    before = plain_state_dict(other)
+    with pytest.raises(
+        ValueError, match=r"other values of '\w+[\w.]*' and \d+ more .* call accelerator\.prepare_model\(model, eval"
+    ):
+        accelerator.load_state(str(tmp_path))
+    assert_same_bits(plain_state_dict(other), before)
+    other.load_state_dict(values)  # by hand, before it
+    accelerator.load_state(str(tmp_path))
+    for each in ((model, optimizer), (other, its_optimizer)):
+        step(*each)
+    assert_same_bits(other.state_dict(), model.state_dict())
+
+
 def test_parameters_that_were_exchanged_are_refused() -> None:
     """Put a shard in a parameter's place in the groups, as `prepare` does under Accelerate's own FSDP2, which needs GPUs."""
     _, optimizer = make("te")

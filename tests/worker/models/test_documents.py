@@ -188,7 +188,7 @@ def test_the_network_alone_takes_the_masks_of_transformers(name: str) -> None:
     """Padding is not attended to, and layers with a window have masks of their own."""
     config = CONFIGS.get(name, GROUPED | UNPADDED) | ({"sliding_window": 5} | SLIDING[name] if name in SLIDING else {})
     tokens_BT = torch.randint(3, 256, (2, 24), generator=torch.Generator().manual_seed(1))
-    network = build_model(HuggingFaceSpec(architecture=name, config=config), seed=0).network
+    network: Any = build_model(HuggingFaceSpec(architecture=name, config=config), seed=0).network
     for what, options in MASKS.items():
         found = []
         for attention in (NAME, "sdpa"):
@@ -204,7 +204,7 @@ def test_the_network_alone_takes_the_masks_of_transformers(name: str) -> None:
 
 def test_the_network_alone_generates_after_padding() -> None:
     """A padded prompt has the logits of the prompt alone, and its continuation reads the cache."""
-    network = build_model(HuggingFaceSpec(architecture="llama", config=CONFIGS["llama"]), seed=0).network.eval()
+    network: Any = build_model(HuggingFaceSpec(architecture="llama", config=CONFIGS["llama"]), seed=0).network.eval()
     tokens_BT = torch.randint(3, 256, (1, 9), generator=torch.Generator().manual_seed(1))
     padded_BT, mask_BT = torch.nn.functional.pad(tokens_BT, (3, 0)), torch.nn.functional.pad(torch.ones_like(tokens_BT), (3, 0))
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "output_logits": True}
