@@ -13,6 +13,7 @@ def test_the_public_names() -> None:
         "OctetArguments",
         "carry_model_state",
         "compile_blocks",
+        "draw_model",
         "exact_state_dict",
         "export",
         "follow_optimizer",

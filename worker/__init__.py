@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from octet.worker.prepare.memory_options import fuse_loss
     from octet.worker.prepare.residual_stream import keep_residual_in_bf16
     from octet.worker.prepare.saved_activations import keep_activations_in_fp8
-    from octet.worker.pretrained import export, load_pretrained
+    from octet.worker.pretrained import draw_model, export, load_pretrained
 
 __all__ = [
     "AveragedModel",
     "OctetArguments",
     "carry_model_state",
     "compile_blocks",
+    "draw_model",
     "exact_state_dict",
     "export",
     "follow_optimizer",
@@ -62,6 +63,7 @@ _HOME = {
     "OctetArguments": "octet.worker.integrations",
     "carry_model_state": "octet.worker.integrations",
     "compile_blocks": "octet.worker.prepare.blocks",
+    "draw_model": "octet.worker.pretrained",
     "exact_state_dict": "octet.worker.fp8.stored",
     "export": "octet.worker.pretrained",
     "follow_optimizer": "octet.worker.prepare.attach_health",

@@ -47,7 +47,7 @@ LIBRARY = {
         "offload_optimizer",
         "compile_blocks",
     ),
-    "Models in and out": ("load_pretrained", "export", "save_checkpoint", "load_checkpoint", "AveragedModel"),
+    "Models in and out": ("load_pretrained", "draw_model", "export", "save_checkpoint", "load_checkpoint", "AveragedModel"),
     "Other people's loops": ("OctetArguments", "prepare_trainer", "carry_model_state"),
     "The client of a service": ("Client",),
 }

@@ -53,3 +53,15 @@ def defer_parameters(model: nn.Module, device: torch.device) -> None:
                 held = deferred(tuple(parameter.shape), parameter.dtype, device)
                 made[parameter] = nn.Parameter(held, requires_grad=parameter.requires_grad)
             setattr(module, name, made[parameter])
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move a model's buffers, which have values, to the device. Raises ValueError for one on `meta`."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                raise ValueError(
+                    f"buffer {name} of {type(module).__name__} has no values; allowed: buffers off meta. Let `build` "
+                    "make the model without a device of its own."
+                )
+            module._buffers[name] = buffer.to(device)

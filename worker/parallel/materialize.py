@@ -69,8 +69,8 @@ def fill_later(model: nn.Module, values: Values) -> None:
 
     def refuse(*_: Any) -> NoReturn:
         raise RuntimeError(
-            "the model has no values yet: load_pretrained was called with by_shard=True. Call octet.parallelize(model, "
-            "optimizer, …), by which each rank reads its share."
+            "the model has no values yet: load_pretrained with by_shard=True and draw_model leave them to its division. Call "
+            "octet.parallelize(model, optimizer, …), by which each rank reads or draws its share."
         )
 
     _LATER[model] = values, [model.register_forward_pre_hook(refuse), model.register_state_dict_pre_hook(refuse)]

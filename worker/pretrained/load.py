@@ -14,14 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octet.api_schemas import SpecConflict
-from octet.worker.common.deferred import defer_parameters
+from octet.api_schemas.precision import PrecisionSpec
+from octet.worker.common.deferred import defer_parameters, move_buffers
 from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.models.initial import parameters_on_meta
 from octet.worker.optim import LowBitOptimizer
-from octet.worker.parallel.materialize import Unfilled, fill_later, unfilled_parameters
+from octet.worker.parallel.materialize import Unfilled, Values, fill_later, unfilled_parameters
 from octet.worker.prepare.convert import share_rounding
-from octet.worker.prepare.initialize import prepare
+from octet.worker.prepare.initialize import Prepared, prepare
 from octet.worker.prepare.options import read_options
 from octet.worker.pretrained.files import PretrainedFiles
 from octet.worker.pretrained.layouts import Layout, Place, layout_in_file, places_in_file
@@ -69,24 +70,35 @@ def load_pretrained(
     except SpecConflict as conflict:
         raise conflict.moved_to("folder") from None
     values = ReadValues(source, model) if by_shard else None
-    if values is not None and precision.storage.engine == "torchao":
-        raise ValueError(
-            "by_shard is True at level ao; allowed: other levels. Leave by_shard out: each rank reads the whole model."
-        )
+    if values is not None:
+        check_engine("by_shard is True", precision)
     optimizer = None if make_optimizer is None else make_optimizer(model)
     prepared = prepare(model, optimizer, precision, seed=seed, tokens=tokens, source=source)
     if values is None:
         source.make_masters(prepared.model, prepared.optimizer)
-    elif isinstance(prepared.optimizer, LowBitOptimizer):
-        fill_later(prepared.model, values)
+        if dist.is_available() and dist.is_initialized():
+            share_rounding(prepared.model, dist.get_rank(), dist.get_world_size())
     else:
+        leave_to_parallelize("by_shard is True", prepared, values)
+    return prepared.model, prepared.optimizer
+
+
+def check_engine(what: str, precision: PrecisionSpec) -> None:
+    """Raise ValueError for a level that converts no layer without values. what: was asked for."""
+    if precision.storage.engine == "torchao":
+        raise ValueError(f"{what} at level ao; allowed: other levels. Each rank makes the whole model at this one.")
+
+
+def leave_to_parallelize(what: str, prepared: Prepared, values: Values) -> None:
+    """Let `parallelize` give a model its values, after it has divided it. Raises ValueError for an optimizer of others."""
+    if not isinstance(prepared.optimizer, LowBitOptimizer):
         raise ValueError(
-            f"by_shard is True and the optimizer is {type(prepared.optimizer).__name__}; allowed: one that initialize takes "
-            "over, as AdamW. Give make_optimizer, or leave by_shard out."
+            f"{what} and the optimizer is {type(prepared.optimizer).__name__}; allowed: one that initialize takes over, as "
+            "AdamW. Let make_optimizer make one."
         )
+    fill_later(prepared.model, values)
     if dist.is_available() and dist.is_initialized():
         share_rounding(prepared.model, dist.get_rank(), dist.get_world_size())
-    return prepared.model, prepared.optimizer
 
 
 class FileSource:
@@ -169,13 +181,7 @@ class FileSource:
             buffer.copy_(self._values(name))
         for module in model.modules():
             self.fill(module)
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_meta:
-                    raise ValueError(
-                        f"buffer {name} of {type(module).__name__} has no values; allowed: buffers off meta. Let `build` "
-                        "make the model without a device of its own."
-                    )
-                module._buffers[name] = buffer.to(self.device)
+        move_buffers(model, self.device)
         for group in optimizer.param_groups if optimizer is not None else ():
             group["params"] = [self._given.get(id(parameter), parameter) for parameter in group["params"]]
 

@@ -7,7 +7,7 @@ divided like this, and `worker/parallel/materialize.py` reads one whole paramete
 import torch
 from torch import Tensor, nn
 
-from octet.worker.common.deferred import defer_parameters
+from octet.worker.common.deferred import defer_parameters, move_buffers
 from octet.worker.data.order import seed_of
 from octet.worker.models import TrainedModel
 from octet.worker.models.initial import Initial, draw, skip
@@ -65,9 +65,7 @@ class DrawnValues:
 
     def finish(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Move the buffers, which have values, to the device."""
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(self.device)
+        move_buffers(model, self.device)
 
 
 def _initial(model: TrainedModel, parameter: Unfilled) -> Initial:

@@ -1,0 +1,213 @@
+"""A model that is drawn from its configuration starts by shard: the same values on any ranks, and no rank ever holds it all."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from octet import draw_model, load_checkpoint, memory_report, parallelize, plain_state_dict, save_checkpoint
+from octet.api_schemas.models import LlamaSpec
+from octet.worker.fp8 import weights
+from octet.worker.models import build_model
+from octet.worker.parallel import Parallel
+from tests.kit.live_storages import LiveStorages
+from tests.kit.ports import free_port
+from tests.kit.pretrained_models import TOKENS
+from tests.kit.ranks import run_ranks, saved_by_ranks
+
+LEVELS = ("bf16-amp", "te", "O2", "O3", "O3-split")
+LAYOUTS: dict[str, dict[str, Any]] = {"zero 3": {"zero_stage": 3}, "zero 1": {"zero_stage": 1}, "tensor": {"tensor": 2}}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+LARGEST = 256 * 64
+"""Elements of the largest parameter of these models."""
+NUM_TEMPORARIES = 3
+"""Tensors of the largest parameter in fp32 that are alive at once, as when a folder is read."""
+
+
+def their_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=256, max_position_embeddings=32, use_cache=False))
+
+
+def their_gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=32, vocab_size=256, use_cache=False))
+
+
+def our_llama() -> nn.Module:
+    sizes = {"num_layers": 2, "num_heads": 4, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256}
+    return build_model(LlamaSpec(**sizes, num_key_value_heads=2, max_sequence_length=32), seed=0)
+
+
+class Net(nn.Module):
+    """Blocks of torch's layers, which draw what they hold by `reset_parameters`; the last draws its layer once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(256, 64), nn.LayerNorm(64), nn.Linear(64, 256)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.down.weight, std=0.002)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama": their_llama, "gpt2": their_gpt2, "ours": our_llama, "torch": Net}
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def start(name: str, level: str, **layout: Any) -> Parallel:
+    model, optimizer = draw_model(MODELS[name], level, make_optimizer=adamw, seed=3, exclude=("*head",))
+    return parallelize(model, optimizer, **layout)
+
+
+def step(parallel: Parallel) -> None:
+    """Train one step on the same tokens on every rank."""
+    logits_BTV = parallel.model(TOKENS % 256)
+    logits_BTV = logits_BTV if isinstance(logits_BTV, Tensor) else logits_BTV.logits
+    nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), TOKENS.flatten() % 256).backward()
+    parallel.clip_grad_norm_(1.0)
+    parallel.optimizer.step()
+    parallel.optimizer.zero_grad()
+
+
+def values_of(parallel: Parallel) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in plain_state_dict(parallel.model).items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_are_distributed_as_the_classes_draw_them(name: str) -> None:
+    torch.manual_seed(0)
+    whole = {key: parameter.detach() for key, parameter in MODELS[name]().named_parameters()}
+    found, encoded = (values_of(start(name, level)) for level in ("fp32", "O2"))
+    for key, values in whole.items():
+        drawn, deviation = found[key], float(values.std(correction=0))
+        assert drawn.shape == values.shape
+        assert float(drawn.std(correction=0)) == pytest.approx(deviation, rel=0.25, abs=1e-6)
+        assert float(drawn.mean()) == pytest.approx(float(values.mean()), abs=0.25 * deviation + 1e-6)
+        torch.testing.assert_close(encoded[key], drawn, rtol=2**-10, atol=2**-12)
+        assert torch.equal(drawn, values) != bool(deviation)  # another seed
+    if name == "ours":
+        sizes = {"num_layers": 2, "num_heads": 4, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256}
+        of_a_job = build_model(LlamaSpec(**sizes, num_key_value_heads=2, max_sequence_length=32), seed=3)
+        assert all(torch.equal(found[key], parameter) for key, parameter in of_a_job.named_parameters())
+
+
+def test_tied_parameters_are_drawn_once() -> None:
+    parallel = start("gpt2", "O2")
+    assert parallel.model.lm_head.weight is parallel.model.transformer.wte.weight
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(64, 64), nn.Parameter(torch.ones(64))
+
+
+class Half(Bare):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.layer.weight)
+
+
+def on_meta() -> nn.Module:
+    """Buffers, too, have no values."""
+    with torch.device("meta"):
+        network: nn.Module = their_llama()
+    return network
+
+
+def test_what_nobody_draws_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot draw scale of Bare; allowed: modules with reset_parameters"):
+        draw_model(Bare, "O2", make_optimizer=adamw)
+    with pytest.raises(ValueError, match="Half does not draw scale in reset_parameters"):
+        parallelize(*draw_model(Half, "O2", make_optimizer=adamw))
+    with pytest.raises(ValueError, match="draw_model is called at level ao; allowed: other levels"):
+        draw_model(Net, "ao", make_optimizer=adamw)
+    with pytest.raises(
+        ValueError, match="draw_model is called and the optimizer is SGD; allowed: one that initialize takes over"
+    ):
+        draw_model(Net, "te", make_optimizer=lambda model: torch.optim.SGD(model.parameters()))
+    with pytest.raises(ValueError, match="Let `build` make the model without a device of its own"):
+        draw_model(on_meta, "O2", make_optimizer=adamw)
+    model, _ = draw_model(Net, "O2", make_optimizer=adamw)
+    with pytest.raises(RuntimeError, match=r"no values yet: .* Call octet\.parallelize"):
+        model(TOKENS)
+
+
+def run(rank: int, name: str, level: str, layout: str, folder: str) -> dict[str, Any]:
+    """Start and count, train two steps, save, and go on."""
+    gc.collect()
+    with mock.patch.object(weights, "PIECE_ELEMENTS", 1 << 11), LiveStorages() as live:
+        parallel = start(name, level, **LAYOUTS[layout])
+    found: dict[str, Any] = {"peak": live.peak_bytes, "held": sum(memory_report(parallel.model, parallel.optimizer).values())}
+    found["start"] = values_of(parallel)
+    for _ in range(2):
+        step(parallel)
+    save_checkpoint(parallel, Path(folder, f"{name} {level} {layout}"), 2, {"position": 7})
+    step(parallel)
+    return found | {"third": values_of(parallel)}
+
+
+def on_ranks(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    found: dict[str, Any] = {}
+    for name in MODELS:
+        for level in LEVELS if name == "llama" else ("O3",):
+            for layout in LAYOUTS if name in ("llama", "ours") else ("zero 3", "zero 1"):
+                found[f"{name} {level} {layout}"] = run(rank, name, level, layout, folder)
+    for level in LEVELS:
+        for saved, layout in [("zero 3", "zero 3"), ("zero 3", "tensor"), ("tensor", "zero 1")]:
+            again = start("llama", level, **LAYOUTS[layout])
+            loaded = load_checkpoint(again, Path(folder, f"llama {level} {saved}"))
+            step(again)
+            found[f"llama {level} {saved} in {layout}"] = {"loaded": loaded, "third": values_of(again)}
+    torch.save(found, Path(folder, f"{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.system
+def test_ranks_draw_what_one_process_draws_and_go_on_in_any_layout(tmp_path: Path) -> None:
+    run_ranks(on_ranks, (free_port(), str(tmp_path)), 2)
+    starts = {(name, level): values_of(start(name, level)) for name in MODELS for level in LEVELS}
+    for found in saved_by_ranks(tmp_path, 2):
+        for case, result in found.items():
+            name, level, layout, *to = case.replace("zero ", "zero-").split()
+            if to:
+                assert result["loaded"] == (2, {"position": 7})
+                expected = found[f"{name} {level} {layout.replace('-', ' ')}"]["third"]
+                for key, values in expected.items():
+                    if layout == to[-1]:
+                        assert torch.equal(result["third"][key], values), (case, key)
+                    torch.testing.assert_close(result["third"][key], values, rtol=0.05, atol=6e-3)
+                continue
+            for key, values in starts[name, level].items():
+                assert torch.equal(result["start"][key], values), (case, key)
+            assert result["held"] <= result["peak"] <= result["held"] + NUM_TEMPORARIES * 4 * LARGEST, case
