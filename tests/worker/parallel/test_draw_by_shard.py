@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from octet import draw_model, load_checkpoint, memory_report, parallelize, plain_state_dict, save_checkpoint
 from octet.api_schemas.models import LlamaSpec
 from octet.worker.fp8 import weights
 from octet.worker.models import build_model
 from octet.worker.parallel import Parallel
+from octet.worker.parallel import parallelize as parallelize_module
+from octet.worker.parallel.materialize import needed_bytes
 from tests.kit.live_storages import LiveStorages
 from tests.kit.ports import free_port
 from tests.kit.pretrained_models import TOKENS
@@ -211,3 +214,92 @@ def test_ranks_draw_what_one_process_draws_and_go_on_in_any_layout(tmp_path: Pat
             for key, values in starts[name, level].items():
                 assert torch.equal(result["start"][key], values), (case, key)
             assert result["held"] <= result["peak"] <= result["held"] + NUM_TEMPORARIES * 4 * LARGEST, case
+
+
+SCALED = {"num_layers": 8, "num_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "intermediate_size": 768}
+SCALED |= {"vocab_size": 512, "max_sequence_length": 16}
+OF_8B = {"num_layers": 32, "num_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "intermediate_size": 14_336}
+OF_8B |= {"vocab_size": 128_256, "max_sequence_length": 16}
+PER_ELEMENT = {"O2": 2 + 1 + 2, "O3": 1 + 2 + 1 + 2, "O3-split": 1 + 1 + 1 + 2}
+"""Bytes of a converted layer's element between steps: codes, what refines them, both moments."""
+
+
+def elements_of(sizes: dict[str, Any]) -> tuple[int, int, int]:
+    """Return the elements of a block's matrices, of all blocks' norms and the last, and of embedding and head."""
+    width, inner, num_layers = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_layers"]
+    heads = sizes["num_heads"] + 2 * sizes["num_key_value_heads"] + sizes["num_heads"]
+    block = heads * width // sizes["num_heads"] * width + 3 * inner * width
+    return block, (2 * num_layers + 1) * width, 2 * sizes["vocab_size"] * width
+
+
+def share_of(sizes: dict[str, Any], level: str, num_ranks: int) -> float:
+    """Return the bytes that a rank holds at ZeRO 3: its share of blocks and states; embedding and head whole."""
+    block, norms, ends = elements_of(sizes)
+    divided = sizes["num_layers"] * block * PER_ELEMENT[level] + norms * 12 + ends * 3
+    return divided / num_ranks + 4 * ends
+
+
+def draw_llama(sizes: dict[str, Any], level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return draw_model(lambda: build_model(LlamaSpec(**sizes), seed=0), level, make_optimizer=adamw, auto_filter=False)
+
+
+def own_loop(level: str) -> dict[str, float]:
+    """Start, train and save as one's own loop does, and count every storage of this rank."""
+    gc.collect()
+    with mock.patch.object(weights, "PIECE_ELEMENTS", 1 << 11), LiveStorages() as live:
+        parallel = parallelize(*draw_llama(SCALED, level), zero_stage=3)
+        found: dict[str, float] = {"start": live.peak_bytes}
+        found["held"] = sum(memory_report(parallel.model, parallel.optimizer).values())
+        live.peak_bytes, tokens_BT = 0, TOKENS[:1, :8] % SCALED["vocab_size"]
+        for _ in range(2):
+            parallel.model.loss({"tokens": tokens_BT, "targets": tokens_BT}).loss.backward()  # type: ignore[operator]
+            gradients = memory_report(parallel.model, parallel.optimizer)["gradients"]
+            parallel.optimizer.step()
+            parallel.optimizer.zero_grad()
+        found |= {"training": live.peak_bytes, "gradients": gradients}
+    return found
+
+
+def on_four_ranks(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
+    torch.save({level: own_loop(level) for level in PER_ELEMENT}, Path(folder, f"{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.system
+def test_no_rank_of_four_holds_more_than_its_share_and_a_block(tmp_path: Path) -> None:
+    """Counted for a Llama of 6.6 million parameters. In training a block is its codes, and its gradients in fp32.
+
+    Besides there are the fp32 gradients of embedding and head, and one of a matrix that is encoded.
+    """
+    run_ranks(on_four_ranks, (free_port(), str(tmp_path)), 4)
+    block, _, ends = elements_of(SCALED)
+    matrix = SCALED["hidden_size"] * SCALED["intermediate_size"]
+    for ranks in saved_by_ranks(tmp_path, 4):
+        for level, found in ranks.items():
+            gathered = (4 + (2 if level == "O2" else 1)) * block
+            assert found["held"] == pytest.approx(share_of(SCALED, level, 4), rel=0.03), level
+            assert found["start"] <= found["held"] + 4 * block, level
+            assert found["training"] <= found["held"] + found["gradients"] + gathered + 4 * (ends + matrix), level
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("level", PER_ELEMENT)
+def test_a_rank_of_four_needs_its_share_of_a_llama_of_8_billion(level: str) -> None:
+    """Divided over four fake ranks, and not filled: `needed_bytes` adds up what this rank will hold."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        with mock.patch.object(parallelize_module, "fill_now"), LiveStorages() as live:
+            model, optimizer = draw_llama(OF_8B, level)
+            parallel = parallelize(model, optimizer, zero_stage=3)
+        needed = needed_bytes(model, optimizer, parallel)  # type: ignore[arg-type]  # an optimizer of ours
+    finally:
+        dist.destroy_process_group()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert num_parameters == pytest.approx(8.03e9, rel=1e-3)
+    assert needed == pytest.approx(share_of(OF_8B, level, 4), rel=0.03)
+    assert live.num_bytes <= live.peak_bytes <= needed
+    block, _, _ = elements_of(OF_8B)
+    assert needed + 6 * block < 0.55 * 4 * num_parameters  # fp32 weights alone, whole
