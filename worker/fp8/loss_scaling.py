@@ -167,7 +167,7 @@ def _edges_to_leaves(ends: list[Node], scaling: LossScaling) -> Iterator[tuple[N
                 seen.add(following)
                 waiting.append(following)
         noted: Any = node.metadata
-        if to_leaves and _IS_UNSCALED not in noted:  # else in an earlier pass, of which this one has read a result
+        if to_leaves and _IS_UNSCALED not in noted:  # a result of an earlier pass may lie within
             noted[_IS_UNSCALED] = True
             yield node, to_leaves
 

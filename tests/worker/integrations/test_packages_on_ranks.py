@@ -1,4 +1,4 @@
-"""What people put around a model, on two ranks: TRL, PEFT, torch-ema, torch's averages, GradScaler, clipping, memory reports.
+"""Packages that people put around a model, on two ranks: TRL, PEFT, torch-ema, torch's averages, GradScaler, clipping, memory reports.
 
 Each gives what it gives on one process or in plain arithmetic, or is refused by name. Ranks are gloo's.
 """
@@ -354,7 +354,7 @@ def acted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("level", CHECKED)
 def test_averages_have_all_digits_or_say_so(level: str, wrapper: str, acted: list[dict[Any, Any]]) -> None:
-    """Where ranks divide what refines codes, torch-ema reads codes: the warning names octet.AveragedModel."""
+    """torch-ema reads codes if ranks divide what refines them: the warning names octet.AveragedModel."""
     is_coarse = wrapper == "zero 1" and level in COARSE
     for found in acted:
         ema, mean = (found[name, level, wrapper] for name in ("torch-ema", "AveragedModel"))
