@@ -235,7 +235,8 @@ class Float8Weight(Tensor):
         """Return the fp32 values, in memory of their own."""
         self.state.take_back()
         values = _values(self)
-        is_own = self.state.wide is None and values.untyped_storage().nbytes() == values.nbytes
+        num_bytes = values.numel() * values.element_size()  # a graph's shapes may be symbols, which `nbytes` does not take
+        is_own = self.state.wide is None and values.untyped_storage().nbytes() == num_bytes
         return values if is_own else values.clone()
 
     @torch.no_grad()

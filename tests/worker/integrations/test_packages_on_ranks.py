@@ -1,4 +1,4 @@
-"""Packages that people put around a model, on two ranks: TRL, PEFT, torch-ema, torch's averages, GradScaler, clipping, memory reports.
+"""Packages around a model, on two ranks: TRL, PEFT, torch-ema, torch's averages, GradScaler, clipping, memory reports.
 
 Each gives what it gives on one process or in plain arithmetic, or is refused by name. Ranks are gloo's.
 """
