@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from octet.api_schemas import PrecisionSpec
 from octet.api_schemas.levels import LEVELS
 from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.fsdp import holds_codes, is_shard
+from octet.worker.fp8.fsdp_gradients import send_gradients_in_fp8
 from octet.worker.fp8.health import HealthEvent, StepKeeper
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.loss_scaling import LossScaling, scale_losses
@@ -18,13 +19,17 @@ from octet.worker.metrics.table import OperandSample
 from octet.worker.optim import REPRESENTABLE, LowBitOptimizer, adopt, take_over
 
 
-def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0) -> None:
+def follow_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0, gradients: Literal["fp32", "fp8"] = "fp32"
+) -> None:
     """Let the FP8 layers of a model follow an optimizer that was made after `initialize`, as FSDP2 needs it to be.
 
     Each of its steps then closes the windows of delayed scaling and the samples of `statistics_every`, as the steps of an
     optimizer do that `initialize` was given. Where FSDP2's shards hold codes, Adam and AdamW become `LowBitAdamW` with
-    states in the level's formats, as in `initialize`. Nothing else happens. seed: for stochastic rounding. Raises ValueError
-    for a model that is not initialized, follows an optimizer already, or is not what the optimizer trains.
+    states in the level's formats, as in `initialize`. Nothing else happens. seed: for stochastic rounding.
+    gradients: "fp8" lets FSDP2 send the gradients of weights of codes in FP8, a byte an element; "fp32" leaves them to it.
+    Raises ValueError for a model that is not initialized, follows an optimizer already, or is not what the optimizer trains,
+    and for "fp8" where no shard holds codes.
     """
     report = getattr(model, "octet_report", None)
     if not isinstance(report, ConversionReport):
@@ -35,6 +40,10 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, seed
             "the optimizer has none of the model's parameters; allowed: the one that trains it. Make it after fully_shard, "
             "which replaces parameters."
         )
+    if gradients not in ("fp32", "fp8"):
+        raise ValueError(f"gradients is {gradients!r}; allowed: fp32, fp8. Use one of these.")
+    if gradients == "fp8":
+        send_gradients_in_fp8(model)
     if type(optimizer) in REPRESENTABLE and any(is_shard(held) and holds_codes(held) for held in model.parameters()):
         take_over(optimizer, adopt(optimizer, LEVELS[report.level], seed=seed))
     if isinstance(report.health, StepKeeper):
