@@ -7,14 +7,32 @@ around a gather; codes are what travels. What writes into a shard agrees on the 
 weight, so all ranks write together, as they do with any DTensor.
 """
 
+import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octet.worker.fp8.weight import Float8Weight
 from octet.worker.kernels.torch_private import first_of_local, local_of, set_local
 from octet.worker.mesh import Axis
+
+
+def is_cut(module: nn.Module) -> bool:
+    """Return True for a module that `fully_shard` has got."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # loading it takes a second, and who has used it has loaded it
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def put_shards_back(model: nn.Module) -> None:
+    """Put shards in the place of what FSDP2 has gathered for a pass, as its own state dicts do; a later pass gathers again.
+
+    A weight of E4M3 codes that is gathered lacks the digits of its master weight.
+    """
+    for module in model.modules():
+        if is_cut(module):
+            gathered: Any = module
+            gathered.reshard()
 
 
 def is_shard(tensor: object) -> bool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octet.worker import kernels
-from octet.worker.fp8.fsdp import holds_codes
+from octet.worker.fp8.fsdp import holds_codes, is_cut
 from octet.worker.kernels import ScaledCodes, ScaleKind
 from octet.worker.kernels.formats import E4M3
 from octet.worker.mesh import Axis
@@ -25,7 +25,7 @@ def send_gradients_in_fp8(model: nn.Module) -> None:
 
     Raises ValueError for a model without any.
     """
-    of_codes: list[Any] = [module for module in model.modules() if _is_cut(module) and any(map(holds_codes, _trained(module)))]
+    of_codes: list[Any] = [module for module in model.modules() if is_cut(module) and any(map(holds_codes, _trained(module)))]
     if not of_codes:
         raise ValueError(
             "gradients is 'fp8' and fully_shard has cut no weight of codes; allowed: models of O1, O2, O3 and their variants, "
@@ -122,17 +122,10 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _own_modules(module: nn.Module, seen: set[nn.Module], *, is_root: bool = False) -> Iterator[nn.Module]:
-    if not is_root and _is_cut(module):
+    if not is_root and is_cut(module):
         return
     seen.add(module)
     for child in module.children():
         if child not in seen:
             yield from _own_modules(child, seen)
     yield module
-
-
-def _is_cut(module: nn.Module) -> bool:
-    """Return True for a module that `fully_shard` has got."""
-    from torch.distributed.fsdp import FSDPModule  # takes a second, which few need
-
-    return isinstance(module, FSDPModule)

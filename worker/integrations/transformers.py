@@ -166,7 +166,8 @@ def _of_precision(trainer: Any, level: str) -> Iterator[_Conflict]:
 def _of_model(trainer: Any) -> Iterator[_Conflict]:
     yield _Conflict("model_init", trainer.model_init, "None", "Each training would start from a plain model. Pass model.")
     adapters = getattr(trainer.model, "peft_config", None)
-    yield _Conflict("peft_config", adapters, "None", "Checkpoints of adapters leave out the converted base model.")
+    merge = "Checkpoints of adapters leave out the converted base model. Merge adapters first, or train them in your own loop."
+    yield _Conflict("peft_config", adapters, "None", merge)
 
 
 def _globs(text: str) -> tuple[str, ...]:

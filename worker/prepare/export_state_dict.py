@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from octet.worker.fp8.fsdp import holds_codes, is_shard, whole_values
+from octet.worker.fp8.fsdp import holds_codes, is_shard, put_shards_back, whole_values
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.loss_scaling import STATE_BUFFER
 from octet.worker.fp8.operand import OperandScaling
@@ -32,6 +32,7 @@ def plain_tensors(
 
     leave_out: names of the model, those of a stack by matrix.
     """
+    put_shards_back(model)
     reader, waiting = reader_of(model), dict[Stack, list[Tensor]]()
     stacks = {part: stack for stack in stacks_of(model) if not leave_out.intersection(stack.parts) for part in stack.parts}
     # No variable holds values while the next are decoded.

@@ -82,7 +82,7 @@ OF_GRADIENTS = ("a sum", "a product", "a norm", "transposed", "viewed")
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_torch_accepts_each_op_with_a_weight(storage: str, name: str) -> None:
-    """Schemas, what a compiler is told, and graphs of static and dynamic shapes, as eager."""
+    """Schemas, fake tensors, and graphs of static and dynamic shapes, as eager."""
     for requires_grad in (False, True) if name in OF_GRADIENTS else (False,):
         op, arguments = OPS[name](lambda requires_grad=requires_grad: weight_of(storage, requires_grad=requires_grad))
         torch.library.opcheck(op, arguments, test_utils=CHECKS)

@@ -96,6 +96,24 @@ def refusals(rank: int) -> dict[str, str]:
     return {name: refusal_of(call) for name, call in calls.items()}
 
 
+def read_within_a_pass(rank: int) -> dict[str, bool]:
+    """Read all digits of E4M3 weights while FSDP2 has gathered the last layer, and go on with the pass."""
+    found, trained = {}, []
+    for is_read in (False, True):
+        model, optimizer = made("O3")
+        train(model, optimizer, rank, range(1))
+        before = {name: value.clone() for name, value in plain_state_dict(model).items()}
+        loss = loss_of(model, rank, 1)
+        if is_read:
+            within = plain_state_dict(model)
+            found["values"] = all(torch.equal(within[name], value) for name, value in before.items())
+        loss.backward()
+        optimizer.step()
+        trained.append(plain_state_dict(model))
+    found["goes on"] = all(torch.equal(trained[1][name], value) for name, value in trained[0].items())
+    return found
+
+
 def work(rank: int, num_ranks: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
@@ -114,6 +132,7 @@ def work(rank: int, num_ranks: int, port: int, folder: str) -> None:
         optimizer.step()
         after = plain_state_dict(model)
         found["skipped"] = all(torch.equal(after[name], value) for name, value in before.items())
+        found["read"] = read_within_a_pass(rank)
         found["refused"] = refusals(rank)
     torch.save(found, f"{folder}/{rank}.pt")
 
@@ -147,6 +166,11 @@ def test_codes_are_what_is_sent(level: str, found: list[dict[str, Any]]) -> None
 
 def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(found: list[dict[str, Any]]) -> None:
     assert all(result["skipped"] for result in found)
+
+
+def test_all_digits_are_read_within_a_pass(found: list[dict[str, Any]]) -> None:
+    for result in found:
+        assert result["read"] == {"values": True, "goes on": True}
 
 
 @pytest.mark.parametrize(
