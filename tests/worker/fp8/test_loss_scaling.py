@@ -124,8 +124,17 @@ PASSES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("penalized", ["not", "in one sum", "alone", "before"])
-@pytest.mark.parametrize("name", PASSES)
+def penalties() -> list[Any]:
+    """Each way for each kind of pass; in `make test` those in one sum, and all of a plain pass."""
+    ways = ("not", "in one sum", "alone", "before")
+    in_every_run = [(name, way) for name in PASSES for way in ways if name == "plain" or way == "in one sum"]
+    marks = {
+        case: () if case in in_every_run else pytest.mark.matrix for case in ((name, way) for name in PASSES for way in ways)
+    }
+    return [pytest.param(*case, marks=mark) for case, mark in marks.items()]
+
+
+@pytest.mark.parametrize(("name", "penalized"), penalties())
 def test_a_penalty_of_parameters_keeps_its_gradient(name: str, penalized: str) -> None:
     """It was never multiplied by the loss scale, in whichever backward pass it comes."""
     model, _, scaling = make()
