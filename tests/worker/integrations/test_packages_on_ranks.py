@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
-from octet import memory_report, parallelize, plain_state_dict
+from octet import carry_model_state, memory_report, parallelize, plain_state_dict
 from octet.api_schemas.levels import LEVELS
 from tests.kit.ports import free_port
 from tests.kit.ranks import refusal_of, run_ranks, saved_by_ranks
@@ -190,8 +190,11 @@ def test_adapters_train_resume_and_merge(tmp_path: Path) -> None:
 class Run:
     """A small model in training on this rank."""
 
-    def __init__(self, level: str, wrapper: str, seed: int = 0) -> None:
+    def __init__(self, level: str, wrapper: str, seed: int = 0, accelerator: Any = None) -> None:
+        """accelerator: gets the model, which it moves, before ranks divide it."""
         self.model, self.optimizer = make(level, seed=seed)
+        if accelerator is not None:
+            accelerator.prepare_model(self.model, evaluation_mode=True)
         self.called: Any = self.model
         self.parallel = None
         if wrapper == "ddp":
@@ -321,21 +324,48 @@ def reported(level: str, _wrapper: str) -> dict[str, Any]:
     return found
 
 
+def prepared_without_model(level: str, wrapper: str) -> dict[str, Any]:
+    """Accelerate gets the optimizer alone, so `save_state` writes no model; then the model, too, without DDP around it."""
+    from accelerate import Accelerator
+
+    found: dict[str, Any] = {}
+    for has_model in (False, True):
+        folder = Path(os.environ["FOLDER"]) / f"{level}-{wrapper}-{has_model}"
+        started = []
+        for seed in (0, 1):
+            accelerator = Accelerator(cpu=True)
+            run = Run(level, wrapper, seed, accelerator if has_model else None)
+            carry_model_state(run.model, run.optimizer)
+            accelerator.prepare(run.optimizer)
+            started.append((run, accelerator))
+        (run, accelerator), (again, other) = started
+        run.step(0)
+        accelerator.save_state(str(folder))
+        dist.barrier()
+        found[f"refused {has_model}"] = refusal_of(lambda other=other, folder=folder: other.load_state(str(folder)))  # type: ignore[misc]
+        for each in (run, again):
+            each.step(1)
+        found[f"continues {has_model}"] = all(map(torch.equal, run.values(), again.values()))
+    return found
+
+
 ACTIONS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "torch-ema": averaged_by_torch_ema,
     "AveragedModel": averaged_by_torch,
     "GradScaler": scaled_and_clipped,
     "clip": clipped_by_torch,
     "report": reported,
+    "Accelerate": prepared_without_model,
 }
 
 
 def act(rank: int, port: int, folder: str) -> None:
     found: dict[Any, Any] = {}
+    os.environ["FOLDER"] = folder
     with torchrun(rank, port):
         for level in CHECKED:
             for name, do in ACTIONS.items():
-                for wrapper in WRAPPERS if name != "report" else ("zero 1",):
+                for wrapper in {"report": ("zero 1",), "Accelerate": ("zero 0", "zero 1")}.get(name, WRAPPERS):
                     with warnings.catch_warnings(record=True) as warned:
                         warnings.simplefilter("always")
                         said = refusal_of(lambda do=do, level=level, wrapper=wrapper: found.update({"": do(level, wrapper)}))  # type: ignore[misc]
@@ -393,3 +423,16 @@ def test_memory_is_reported_through_wrappers(level: str, acted: list[dict[Any, A
     for found in acted:
         reports = found["report", level, "zero 1"]
         assert all(is_same for name, is_same in reports.items() if name != "warned"), reports
+
+
+@pytest.mark.parametrize("wrapper", ["zero 0", "zero 1"])
+@pytest.mark.parametrize("level", CHECKED)
+def test_accelerate_continues_a_model_that_it_got_and_refuses_another(
+    level: str, wrapper: str, acted: list[dict[Any, Any]]
+) -> None:
+    for found in acted:
+        result = found["Accelerate", level, wrapper]
+        assert "call accelerator.prepare_model(model, evaluation_mode=True)" in result["refused False"]
+        assert not result["continues False"]
+        assert result["refused True"] == "nothing was refused"
+        assert result["continues True"]
