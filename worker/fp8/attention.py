@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from octet.api_schemas.precision import PrecisionSpec
+from octet.worker.common.deferred import is_deferred
 from octet.worker.common.wrap import Nesting, Wrapper, wrapper_of, wrappers_of
 from octet.worker.fp8.casts import TRAINABLE_DTYPES
 from octet.worker.fp8.stacks import Replaced, StackedLinears, split_parameter, unstack
@@ -109,6 +110,7 @@ def _is_plain_attention(module: nn.Module) -> bool:
         and not module.add_zero_attn
         and weight.dtype in TRAINABLE_DTYPES
         and not weight.is_meta
+        and not is_deferred(weight)
         and not any(hooks for attribute, hooks in observed if "_hooks" in attribute and hooks)
         and type(weight) is nn.Parameter
         and "parametrizations" not in module._modules

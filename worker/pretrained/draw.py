@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from octet.worker.common.deferred import defer_parameters, move_buffers
 from octet.worker.data.order import seed_of
-from octet.worker.fp8.experts import stacks_of, unstack_experts
+from octet.worker.fp8.experts import unstack_experts
+from octet.worker.fp8.stacks import Stack, stacks_of
 from octet.worker.models import TrainedModel
 from octet.worker.models.initial import parameters_on_meta
 from octet.worker.parallel.materialize import Unfilled, unfilled_parameters
@@ -41,8 +42,8 @@ def draw_model(
     model, makes an optimizer that has not stepped. seed: of the values, and of stochastic rounding. The rest: as for
     `initialize`.
     Values are drawn by the classes of transformers (`_init_weights`), or by `reset_parameters`, as torch's layers have it; a
-    parameter that neither of them writes is refused when it is drawn. Raises ValueError for what `initialize` refuses, without
-    an optimizer of ours, at level ao, and for experts that lie in one parameter where the level multiplies in FP8.
+    parameter that neither of them writes is refused when it is drawn. Matrices of one parameter, as experts are, are drawn
+    together. Raises ValueError for what `initialize` refuses, without an optimizer of ours, and at level ao.
     """
     with parameters_on_meta():
         model = build()
@@ -55,11 +56,6 @@ def draw_model(
     else:
         plain = deepcopy(model)
         unstack_experts(model, precision)
-        if stacks := list(stacks_of(model)):
-            raise ValueError(
-                f"draw_model got {stacks[0].name}, the experts of a layer in one parameter, at level {opt_level}; allowed: "
-                "levels that multiply in bf16, or a checkpoint. Start by load_pretrained(folder, by_shard=True)."
-            )
         values = _ValuesByClass(model, plain, seed, torch.device(device))
     prepared = prepare(model, make_optimizer(model), precision, seed=seed, tokens=tokens, source=values)
     leave_to_parallelize("draw_model is called", prepared, values)
@@ -78,35 +74,49 @@ class _ValuesByClass:
         """model: on `meta`; its parameters are on the device afterwards, without memory. plain: the same, never converted."""
         self.device, self.unfilled = device, unfilled_parameters(model)
         self._plain, self._seed = plain, seed
-        for parameter in self.unfilled:
-            owner = self._chain(parameter)[0]
-            if _initializer(owner, self._chain(parameter)) is None:
+        self._stacks = {part: stack for stack in stacks_of(model) for part in stack.parts}
+        self._drawn: tuple[Stack, Tensor] | None = None
+        for name in (parameter.names[0] for parameter in self.unfilled):
+            owner, *around = self._chain(self._stacks[name].name if name in self._stacks else name)
+            if _initializer(owner, [owner, *around]) is None:
                 raise ValueError(
-                    f"draw_model cannot draw {parameter.names[0]} of {type(owner).__name__}; allowed: modules with "
+                    f"draw_model cannot draw {name} of {type(owner).__name__}; allowed: modules with "
                     f"reset_parameters(), and models of transformers. Give {type(owner).__name__} this method."
                 )
         defer_parameters(model, device)
 
     def read(self, parameter: Unfilled) -> Tensor:
         """Return a parameter's whole values, fp32."""
-        chain, attribute = self._chain(parameter), parameter.names[0].rpartition(".")[2]
+        stack = self._stacks.get(parameter.names[0])
+        if stack is None:
+            return self._draw(parameter.names[0]).to(self.device)
+        if self._drawn is None or self._drawn[0] is not stack:
+            self._drawn = stack, self._draw(stack.name)
+        values = stack.split(self._drawn[1])[stack.parts.index(parameter.names[0])].to(self.device, copy=True)
+        if parameter.names[0] == stack.parts[-1]:
+            self._drawn = None
+        return values
+
+    def _draw(self, name: str) -> Tensor:
+        """Return the values of a parameter of the plain model, on the CPU."""
+        chain, attribute = self._chain(name), name.rpartition(".")[2]
         on_meta = chain[0]._parameters[attribute]
         assert on_meta is not None
-        drawn = nn.Parameter(torch.full(parameter.shape, torch.nan), requires_grad=on_meta.requires_grad)
+        drawn = nn.Parameter(torch.full(on_meta.shape, torch.nan), requires_grad=on_meta.requires_grad)
         chain[0]._parameters[attribute] = drawn
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed_of("initial values", self._seed, parameter.names[0]))
+                torch.manual_seed(seed_of("initial values", self._seed, name))
                 for initialize in self._initializers(chain):  # those of the modules around it may draw it again
                     initialize()
         finally:
             chain[0]._parameters[attribute] = on_meta
         if drawn.isnan().any():
             raise ValueError(
-                f"{type(chain[0]).__name__} does not draw {parameter.names[0]} in reset_parameters() or _init_weights(); "
-                "allowed: models whose parameters all are drawn there. Write it there, or build the model whole."
+                f"{type(chain[0]).__name__} does not draw {name} in reset_parameters() or _init_weights(); allowed: models "
+                "whose parameters all are drawn there. Write it there, or build the model whole."
             )
-        return drawn.detach().to(self.device)
+        return drawn.detach()
 
     def scale_of(self, parameter: Unfilled) -> Tensor | None:
         """Return None: drawn values are no codes."""
@@ -126,9 +136,9 @@ class _ValuesByClass:
         """Move the buffers, which have values, to the device."""
         move_buffers(model, self.device)
 
-    def _chain(self, parameter: Unfilled) -> list[nn.Module]:
+    def _chain(self, name: str) -> list[nn.Module]:
         """Return the module of the plain model that owns a parameter, and those around it up to the model."""
-        *path, _ = parameter.names[0].split(".")
+        *path, _ = name.split(".")
         chain = [self._plain]
         for name in path:
             chain.append(chain[-1].get_submodule(name))
@@ -146,5 +156,5 @@ def _initializer(module: nn.Module, chain: list[nn.Module]) -> Callable[[], Any]
     for around in chain:
         if callable(of_transformers := getattr(around, "_init_weights", None)):
             return lambda: of_transformers(module)
-    own = getattr(module, "reset_parameters", None)
-    return own if callable(own) else None
+    names = ("reset_parameters", "_reset_parameters")  # the second of torch's own attention
+    return next((own for own in (getattr(module, name, None) for name in names) if callable(own)), None)

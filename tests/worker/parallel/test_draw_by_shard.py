@@ -127,6 +127,42 @@ def test_tied_parameters_are_drawn_once() -> None:
     assert parallel.model.lm_head.weight is parallel.model.transformer.wte.weight
 
 
+class Attends(nn.Module):
+    """torch's own attention, which keeps queries, keys and values in one parameter, and here without values at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 64), nn.Linear(64, 256)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True) for _ in range(2))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def their_mixture() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(**SIZES, num_local_experts=4, vocab_size=256, max_position_embeddings=32, use_cache=False)
+    )
+
+
+@pytest.mark.parametrize("build", [Attends, pytest.param(their_mixture, marks=pytest.mark.matrix)])
+def test_matrices_of_one_parameter_are_drawn_together(build: Callable[[], nn.Module]) -> None:
+    """So they are the same at a level that takes them apart."""
+    found = []
+    for level in ("fp32", "O2"):
+        parallel = parallelize(*draw_model(build, level, make_optimizer=adamw, seed=3, exclude=("*head",)))
+        found.append(values_of(parallel))
+        step(parallel)
+    assert found[0].keys() == found[1].keys() == dict(build().named_parameters()).keys()
+    for name, values in found[0].items():
+        torch.testing.assert_close(found[1][name], values, rtol=2**-10, atol=2**-12)
+
+
 class Bare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
