@@ -286,6 +286,9 @@ class JobSummary(Contract):
     tokens: int
     tokens_per_s: float = Field(description="mean over the last 1,000 steps, without an attempt's first")
     train_time_s: float
+    step_time_s: float | None = Field(
+        default=None, description="median over the same steps as tokens_per_s; null of jobs from before it was counted"
+    )
     num_parameters: int
     num_converted_parameters: int
     memory_bytes: dict[str, int] = Field(description="by class, as octet.worker.memory_report counts them")
@@ -344,5 +347,9 @@ class Job(Contract):
     trace_id: str | None = Field(
         default=None,
         description="the trace of the request that submitted it, the one of its traceparent; ranks have it in TRACEPARENT",
+    )
+    step_time_to_planned: float | None = Field(
+        default=None,
+        description="median measured step over the middle of the predicted range; of a job that succeeded and has both",
     )
     spec: JobSpec

@@ -1,5 +1,6 @@
 """The plan of a stored job: the prediction by which the dispatcher placed it, refused it, or chose its level."""
 
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -9,6 +10,18 @@ from octet.api_schemas.measured import Bytes
 from octet.api_schemas.precision import AskedLevel, LevelName
 
 Verdict = Literal["yes", "tight", "no", "unknown"]
+
+
+class StepRange(Contract):
+    """Seconds of a step: the least with favourable published rates and the most with unfavourable ones."""
+
+    least_s: float
+    most_s: float
+
+    @property
+    def middle_s(self) -> float:
+        """The geometric mean of both ends, with which measured steps are compared."""
+        return math.sqrt(self.least_s * self.most_s)
 
 
 class JobPlan(Contract):
@@ -29,6 +42,9 @@ class JobPlan(Contract):
     lower_bytes: int | None = None
     upper_bytes: int | None = None
     states_agree: bool | None = Field(default=None, description="the trace holds what the closed form says")
+    predicted_step: StepRange | None = Field(
+        default=None, description="of a step's time by published rates; null without a device, or a closed form"
+    )
     remedies: tuple[str, ...] = Field(
         default=(), description="of a job that does not fit: levels and options with which it would, each on its own"
     )
@@ -43,6 +59,20 @@ class JobPlan(Contract):
         allocated_bytes: the device's peak, None on a CPU. held: by class, as memory_report counts them.
         """
         if allocated_bytes is not None:
-            return allocated_bytes / self.peak_bytes if self.peak_bytes else None
-        planned = sum(self.states.values()) if self.states else 0
-        return sum(held.values()) / planned if planned else None
+            return quotient(allocated_bytes, self.peak_bytes)
+        return quotient(sum(held.values()), sum((self.states or {}).values()))
+
+    def step_ratio(self, step_time_s: float | None) -> float | None:
+        """Return a measured step's time over the middle of the predicted range; None if one of both is not known."""
+        return None if self.predicted_step is None else quotient(step_time_s, self.predicted_step.middle_s)
+
+
+def quotient(measured: float | None, planned: float | None) -> float | None:
+    """Divide what was measured by what was planned; None without one of them, or if no float holds the result."""
+    if measured is None or not planned:
+        return None
+    try:
+        found = measured / planned
+    except OverflowError:  # of a count with hundreds of digits, which a rank may send
+        return None
+    return found if math.isfinite(found) else None

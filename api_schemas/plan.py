@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from octet.api_schemas.base import Contract
 from octet.api_schemas.devices import DEVICES
 from octet.api_schemas.job import JobSpec
-from octet.api_schemas.job_plan import JobPlan, Verdict
+from octet.api_schemas.job_plan import JobPlan, StepRange, Verdict
 from octet.api_schemas.levels import AUTOMATIC, LEVELS
 from octet.api_schemas.measured import Bytes
 from octet.api_schemas.planned_states import NotPlanned, States, states_of, why_left
@@ -22,7 +22,7 @@ from octet.api_schemas.precision import LevelName
 from octet.api_schemas.problem import explain
 from octet.api_schemas.resources import PoolConfig
 from octet.api_schemas.step_floor import StepFloor, step_floor
-from octet.api_schemas.step_prediction import StepRange, step_prediction
+from octet.api_schemas.step_prediction import step_prediction
 
 FRAGMENTATION = 1.07
 """Reserved over allocated bytes, at worst over seven layouts of Llama 1 B on 8 to 64 H100 (nanotron's logs)."""
@@ -378,6 +378,7 @@ def job_plan(job: JobSpec, pool: PoolConfig, rows: Sequence[PlanRow], version: s
         micro_batch_size=job.batch.micro_batch_size,
         largest_micro_batch=None if fit is None else fit.largest_micro_batch,
         upper_bytes=None if fit is None else fit.upper_bytes,
+        predicted_step=None if fit is None else fit.predicted,
         planner_version=version,
     )
     if row is None:

@@ -169,6 +169,10 @@ class Pool(Contract):
         default=None,
         description="median of measured over planned bytes of the pool's last jobs; null before ten of them have succeeded",
     )
+    step_time_to_planned: float | None = Field(
+        default=None,
+        description="median of these jobs' measured steps over the middle of predicted ranges; null before ten have both",
+    )
 
 
 class Loop(Contract):

@@ -8,22 +8,15 @@ exchanges of activations are not counted.
 import math
 from typing import NamedTuple
 
-from octet.api_schemas.base import Contract
 from octet.api_schemas.devices import DEVICES, DeviceRates
 from octet.api_schemas.job import JobSpec
+from octet.api_schemas.job_plan import StepRange
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.gpt import GPTSizes
 from octet.api_schemas.models.llama import LlamaSizes
 from octet.api_schemas.models.shapes import ParameterShape
 from octet.api_schemas.planned_states import States, converted_weights
 from octet.api_schemas.resources import PoolConfig
-
-
-class StepRange(Contract):
-    """Seconds of a step: the least with favourable published rates and the most with unfavourable ones."""
-
-    least_s: float
-    most_s: float
 
 
 class _Rates(NamedTuple):

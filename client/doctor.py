@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from octet.api_schemas import Contract
 from octet.client.api import Client
 from octet.client.errors import ApiError, OctetError
-from octet.client.text import num_bytes
+from octet.client.text import num_bytes, plans_held
 
 Standing = Literal["ok", "note", "bad"]
 
@@ -155,6 +155,7 @@ def _server(client: Client) -> tuple[list[Check], bool]:
     for pool in pools:
         found = f"{pool.accelerator}, {pool.slots_used} of {pool.slots} slots used, {pool.jobs_live} jobs live, "
         found += f"{pool.jobs_queued} queued"
+        found += f"; {held}" if (held := plans_held(pool)) else ""
         if pool.slots_present is None or pool.slots_present >= pool.slots:
             checks.append(Check(part=f"pool {pool.name}", standing="ok", found=found))
             continue

@@ -23,7 +23,7 @@ from octet.api_schemas.rows import Row
 from octet.api_schemas.step_floor import StepFloor
 from octet.client import reports
 from octet.client.doctor import Checkup, Standing
-from octet.client.text import duration, magnitude, num_bytes, number, one_line, printable
+from octet.client.text import duration, magnitude, num_bytes, number, one_line, plans_held, printable
 
 STATE_STYLES = {
     JobState.QUEUED: "yellow",
@@ -231,6 +231,10 @@ def _results(job: Job) -> Iterable[tuple[str, str]]:
             "measured",
             f"{job.measured_to_planned:.1%} of the plan's {'states' if summary.peak_memory_bytes is None else 'peak'}",
         )
+    if summary.step_time_s is not None:
+        predicted = None if job.plan is None else job.plan.predicted_step
+        beside = "" if predicted is None else f", predicted {predicted.least_s:.3g} to {predicted.most_s:.3g} s"
+        yield "step", f"{summary.step_time_s:.3g} s, the median{beside}"
     if summary.host_memory_bytes:
         yield "host memory", num_bytes(summary.host_memory_bytes)
 
@@ -410,15 +414,18 @@ def _on_two_lines(name: str) -> str:
     return f"{start}-\n{end}" if start else name
 
 
-def pools_table(pools: Iterable[Pool]) -> Table:
+def pools_table(pools: Iterable[Pool]) -> Group:
+    """A table with a row for each pool, then how the plans of their jobs held."""
     columns = ("POOL", "ACCELERATOR", "SLOTS", "THERE", "USED", "QUEUED", "LIVE", "MEMORY", "THREADS")
-    grid = table(*columns, right=columns[2:], cut=("POOL",))
+    grid, notes = table(*columns, right=columns[2:], cut=("POOL",)), []
     for pool in pools:
         there = "–" if pool.slots_present is None else pool.slots_present
         counts = (pool.slots, there, pool.slots_used, pool.jobs_queued, pool.jobs_live)
         memory = num_bytes(pool.memory_per_device_bytes)
         grid.add_row(short(pool.name), pool.accelerator, *map(str, counts), memory, str(pool.threads_per_worker))
-    return grid
+        if held := plans_held(pool):
+            notes.append(f"{short(pool.name)}: {held}")
+    return Group(grid, *map(Text, notes))
 
 
 def keys_table(keys: Iterable[ApiKey], now: datetime) -> Table:

@@ -3,6 +3,8 @@
 import re
 from datetime import timedelta
 
+from octet.api_schemas import Pool
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 _MISSING = "–"
 
@@ -46,3 +48,13 @@ def _scaled(count: int, units: list[str]) -> str:
         size /= 1000
         units = units[1:]
     return f"{size:.3g} {units[0]}"
+
+
+def plans_held(pool: Pool) -> str:
+    """Say how the plans of a pool's last jobs held; empty before enough jobs were measured."""
+    if pool.measured_to_planned is None:
+        return ""
+    words = f"jobs took {pool.measured_to_planned:.1%} of their planned bytes"
+    if pool.step_time_to_planned is not None:
+        words += f", steps {pool.step_time_to_planned:.0%} of the middle of their predicted times"
+    return words

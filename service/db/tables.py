@@ -196,6 +196,7 @@ class JobRow(Base):
     plan: Mapped[dict[str, Any] | None]
     measured_to_planned: Mapped[float | None]
     traceparent: Mapped[str | None] = mapped_column(String(55))
+    step_time_to_planned: Mapped[float | None]
 
     @property
     def num_steps(self) -> int | None:

@@ -13,7 +13,8 @@ from typing import get_args
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import AttemptState, Blame, DesiredState, FailureReason, JobSpec, JobState, JobSummary, JsonScalar
-from octet.api_schemas.job_plan import JobPlan
+from octet.api_schemas.job_plan import JobPlan, quotient
+from octet.api_schemas.planned_states import NotPlanned, states_of
 from octet.api_schemas.report import StartPhase
 from octet.service import store
 from octet.service.db.tables import AttemptRow, JobRow
@@ -150,7 +151,7 @@ def finish(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, n
     if ending.event is AttemptEvent.SUCCEED:
         job.reason = job.message = None  # it ended before it stopped at a limit
         job.summary = ending.summary.model_dump(mode="json") if ending.summary else None
-        job.measured_to_planned = _measured_to_planned(job, ending.summary)
+        job.measured_to_planned, job.step_time_to_planned = _measured_to_planned(job, attempt, ending.summary)
         _end_job(session, job, JobEvent.SUCCEED, now)
     elif ending.event is AttemptEvent.CANCEL and is_yielding:
         _requeue(session, job, now, "made way")
@@ -181,11 +182,27 @@ def _requeue(session: Session, job: JobRow, now: datetime, words: str) -> None:
     logger.info("job %s (%s) %s; it goes on %s", job.id, job.name, words, goes_on, extra=log_fields_of(job))
 
 
-def _measured_to_planned(job: JobRow, summary: JobSummary | None) -> float | None:
-    """Compare the bytes of the rank that reports with the job's plan, which is of the rank that holds most."""
-    if summary is None or job.plan is None or JobSpec.read_stored(job.spec).layout.pipeline > 1:
-        return None
-    return JobPlan.read_stored(job.plan).ratio(summary.peak_memory_bytes, summary.memory_bytes)
+def _measured_to_planned(job: JobRow, attempt: AttemptRow, summary: JobSummary | None) -> tuple[float | None, float | None]:
+    """Compare bytes and a step's time of the rank that reports with those that were planned, for as many ranks.
+
+    The plan is of the rank that holds most, so jobs with a pipeline have neither. A job without a plan, or that went on at
+    another level than its plan's, is compared with the states in closed form.
+    """
+    if summary is None:
+        return None, None
+    spec = JobSpec.read_stored(job.spec)
+    if spec.layout.pipeline > 1 or attempt.workers != spec.resources.workers:
+        return None, None
+    plan = None if job.plan is None else JobPlan.read_stored(job.plan)
+    if plan is not None and plan.level == job.level:
+        return plan.ratio(summary.peak_memory_bytes, summary.memory_bytes), plan.step_ratio(summary.step_time_s)
+    if summary.peak_memory_bytes is not None:
+        return None, None
+    try:
+        planned = states_of(spec, spec.model.sizes).held
+    except NotPlanned:
+        return None, None
+    return quotient(sum(summary.memory_bytes.values()), sum(planned.values())), None
 
 
 def refuse(session: Session, job: JobRow, reason: FailureReason, message: str, now: datetime) -> None:
@@ -220,7 +237,7 @@ def revive(session: Session, job: JobRow, event: JobEvent, now: datetime) -> Non
     job.finished_at = job.stop_requested_at = job.not_before = None
     job.reason = job.message = None
     if event is not JobEvent.EXPORT:
-        job.summary = job.measured_to_planned = None
+        job.summary = job.measured_to_planned = job.step_time_to_planned = None
         store.comparisons.forget_outcome(session, job.id)
     if job.num_attempts == 0:
         job.plan = None  # it may have been refused: it is planned again, for what the pool has by now

@@ -54,6 +54,7 @@ def job(row: ShownRow, queue: QueuePlace | None, spec: JobSpec | None = None) ->
         plan=JobPlan.read_stored(row.plan) if row.plan else None,
         measured_to_planned=row.measured_to_planned,
         trace_id=None if row.traceparent is None else row.traceparent.split("-")[1],
+        step_time_to_planned=row.step_time_to_planned,
         spec=spec,
     )
 

@@ -1,6 +1,7 @@
 """The catalog that a job chooses from: models, precision levels and pools."""
 
 import statistics
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 
@@ -32,6 +33,10 @@ def levels() -> Page[Level]:
     return page_of(list(LEVELS.values()), len(LEVELS), lambda level: level.name)
 
 
+def _median(ratios: Sequence[float]) -> float | None:
+    return statistics.median(ratios) if len(ratios) >= ENOUGH_JOBS else None
+
+
 @router.get("/pools", operation_id="list_pools", responses=answers(422))
 def pools(context: AppContextDep) -> Page[Pool]:
     """Every pool, its slots and its queue."""
@@ -50,7 +55,8 @@ def pools(context: AppContextDep) -> Page[Pool]:
             jobs_live=sum(jobs.get((pool.name, state), 0) for state in _LIVE),
             memory_per_device_bytes=pool.memory_per_device_bytes,
             threads_per_worker=pool.threads_per_worker,
-            measured_to_planned=statistics.median(ratios[pool.name]) if len(ratios[pool.name]) >= ENOUGH_JOBS else None,
+            measured_to_planned=_median(ratios[pool.name][0]),
+            step_time_to_planned=_median(ratios[pool.name][1]),
         )
         for pool in context.settings.pools
     ]

@@ -55,6 +55,7 @@ class ShownRow(NamedTuple):
     plan: dict[str, Any] | None = None
     measured_to_planned: float | None = None
     traceparent: str | None = None
+    step_time_to_planned: float | None = None
 
 
 @dataclass(frozen=True)

@@ -323,10 +323,12 @@ def newest_failures(
     return [(reason, resumed_from_step, last_step) for reason, resumed_from_step, last_step in rows]
 
 
-def measured_to_planned(session: Session, pool: str, limit: int = 100) -> list[float]:
-    """Return measured over planned bytes of a pool's newest jobs that have both."""
-    query = select(JobRow.measured_to_planned).where(JobRow.pool == pool, JobRow.measured_to_planned.is_not(None))
-    return [ratio for ratio in session.scalars(query.order_by(JobRow.id.desc()).limit(limit)) if ratio is not None]
+def measured_to_planned(session: Session, pool: str, limit: int = 100) -> tuple[list[float], list[float]]:
+    """Return measured over planned bytes of a pool's newest jobs that have both, and of the same jobs those of step times."""
+    columns = (JobRow.measured_to_planned, JobRow.step_time_to_planned)
+    query = select(*columns).where(JobRow.pool == pool, JobRow.measured_to_planned.is_not(None))
+    found = session.execute(query.order_by(JobRow.id.desc()).limit(limit)).all()
+    return [ratio for ratio, _ in found if ratio is not None], [ratio for _, ratio in found if ratio is not None]
 
 
 def jobs_to_show(session: Session, since: datetime, limit: int) -> list[tuple[str, datetime | None]]:

@@ -93,12 +93,14 @@ def test_a_pool_that_promises_more_than_nodes_offer_is_named(
     machine: Callable[..., dict[str, Check]], monkeypatch: pytest.MonkeyPatch, present: int | None, standing: str
 ) -> None:
     counts = {"slots": 4, "slots_used": 1, "jobs_queued": 2, "jobs_live": 1, "threads_per_worker": 1}
-    pool = Pool(name="h100", accelerator="cuda", slots_present=present, memory_per_device_bytes=None, **counts)
+    measured = {"memory_per_device_bytes": None, "measured_to_planned": 1.04}
+    pool = Pool.model_validate({"name": "h100", "accelerator": "cuda", "slots_present": present} | counts | measured)
     monkeypatch.setattr(Client, "pools", lambda _: iter([pool]))
     monkeypatch.setattr(Client, "alerts", lambda _: [])
     monkeypatch.setattr(Client, "why_not_ready", lambda _: None)
     found = machine()["pool h100"]
     assert (found.standing, "nodes offer 1" in found.found) == (standing, present == 1)
+    assert "2 queued; jobs took 104.0% of their planned bytes" in found.found
 
 
 def test_an_older_server_lists_no_alerts(machine: Callable[..., dict[str, Check]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from octet.api_schemas import Attempt, Checkpoint, Job, JobState, JobSummary, LogLine, Pool
 from octet.api_schemas.catalog import model_families
 from octet.api_schemas.curve import Curve, CurveEvaluations
-from octet.api_schemas.job_plan import JobPlan
+from octet.api_schemas.job_plan import JobPlan, StepRange
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.plan import Plan, PlanRow
 from octet.api_schemas.rows import Row
@@ -126,6 +126,10 @@ def test_tables_fit_80_columns_and_cut_names_before_numbers(make_job: MakeJob) -
         "slots_used": 1024,
         "jobs_queued": 99_999,
         "jobs_live": 1024,
+        "memory_per_device_bytes": 10**11,
+        "threads_per_worker": 16,
+        "measured_to_planned": 1.04,
+        "step_time_to_planned": 1.18,
     }
     whole = {
         "rows": (render.rows_table([row(**LONG)] * 2, is_narrow=True), ["123456/1000000", "12.3456", "cancelling"]),
@@ -139,8 +143,8 @@ def test_tables_fit_80_columns_and_cut_names_before_numbers(make_job: MakeJob) -
         "levels": (render.levels_table(LEVELS.values()), ["fp16+scale", "≤ 11.1", "companded"]),
         "models": (render.models_table(model_families()), ["gpt-175b", "2.79 TB", "vit-1.2b (deit)"]),
         "pools": (
-            render.pools_table([Pool.model_validate(pool | {"memory_per_device_bytes": 10**11, "threads_per_worker": 16})]),
-            ["99999", "100 GB", "cuda"],
+            render.pools_table([Pool.model_validate(pool)]),
+            ["99999", "100 GB", "cuda", "jobs took 104.0% of their planned bytes, steps\n118%"],
         ),
         "curve": (render.curve_table(curve(1000, metrics=("top1_accuracy", "top5_accuracy"))), ["1000", "12.00%", "TOP5 ACC"]),
     }
@@ -237,12 +241,14 @@ def test_a_plan_is_shown_beside_what_was_measured(make_job: MakeJob, make_summar
         upper_bytes=81 * 10**9,
         planner_version="1",
     )
-    summary = make_summary(peak_memory_bytes=78 * 10**9, reserved_memory_bytes=79 * 10**9)
+    summary = make_summary(peak_memory_bytes=78 * 10**9, reserved_memory_bytes=79 * 10**9, step_time_s=1.25)
+    plan = plan.model_copy(update={"predicted_step": StepRange(least_s=0.91234, most_s=1.9)})
     shown = facts(make_job(state="succeeded", summary=summary, plan=plan, measured_to_planned=1.04))
     assert shown["level"] == f"{make_job().spec.precision.level}, chosen for auto"
     assert shown["plan"] == "fits or not, by what CUDA and NCCL take: peak 75 GB to 81 GB, a device of 80 GB"
     assert shown["peak"] == "78 GB allocated, 79 GB reserved"
     assert shown["measured"] == "104.0% of the plan's peak"
+    assert shown["step"] == "1.25 s, the median, predicted 0.912 to 1.9 s"
     unknown = plan.model_copy(update={"verdict": "unknown", "reason": "no peak today"})
     assert facts(make_job(plan=unknown))["plan"] == "not known to fit a device of 80 GB: no peak today"
 

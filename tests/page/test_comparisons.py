@@ -203,6 +203,7 @@ def test_a_pool_shows_how_its_plans_held_and_a_job_that_makes_way_says_so(page: 
     ratio = httpx.get(f"{site.url}/v1/pools").json()["data"][1]["measured_to_planned"]
     ready(page, f"{site.url}/cluster")
     assert f"{100 * ratio:.1f} %" in cells(page, "Pools")[1]
+    assert "Step of planned" in page.locator("main").inner_text()
     assert "85.9 GB" in cells(page, "Pools")[1]
     ready(page, f"{site.url}/jobs/{job_id}")
     assert f"Measured: {100 * ratio:.1f} % of the plan." in page.locator(".side").inner_text()

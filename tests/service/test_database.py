@@ -81,11 +81,11 @@ def test_an_idempotency_key_from_before_belongs_to_the_tenant_of_its_job(databas
         assert store.jobs.take_idempotency_keys(session, [key], now) == {job_id}
 
 
-PLANNED = ("plan", "measured_to_planned", "failures", "traceparent")
+PLANNED = ("plan", "measured_to_planned", "failures", "traceparent", "step_time_to_planned")
 
 
 def without_rows(connection: Connection) -> None:
-    """Undo migrations 0022, 0021, 0020, 0019, 0018, 0017, 0016, 0015, 0014, 0013 and 0012."""
+    """Undo migrations 0024, 0022, 0021, 0020, 0019, 0018, 0017, 0016, 0015, 0014, 0013 and 0012."""
     connection.execute(text("DROP INDEX ix_jobs_queue_of_tenant"))
     connection.execute(text("DROP INDEX ix_attempts_pool_finished_at"))
     for table in ("deleted_uses", "deleted_files", "last_starts", "api_keys", "audit_records"):

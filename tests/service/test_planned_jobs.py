@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from sqlalchemy import update
 
 from octet.api_schemas import FailureReason, FinishedReport, JobSpec, JobState, JobSummary, PoolConfig
-from octet.api_schemas.job_plan import JobPlan, Verdict
+from octet.api_schemas.job_plan import JobPlan, StepRange, Verdict
 from octet.api_schemas.levels import AUTOMATIC
 from octet.api_schemas.plan import PlanRequest
+from octet.api_schemas.planned_states import states_of
+from octet.service.db.tables import AttemptRow
 from octet.service.dispatcher import plan as plan_loop
 from octet.service.errors import InvalidRequest
 from octet.service.jobs import planning
@@ -257,24 +260,46 @@ def test_a_planner_that_raises_is_an_event(world: World, planner: Promised) -> N
 def test_a_job_that_ended_says_how_much_of_its_plan_was_measured(world: World, client: TestClient, planner: Promised) -> None:
     summaries = [(None, {"weights": 700, "gradients": 500}, 1.2)]
     summaries += [(MEMORY // 2 + number * MEMORY // 100, {}, 1 + number / 50) for number in range(9)]
-    for peak, held, ratio in summaries:
+    for number, (peak, held, ratio) in enumerate(summaries):
         job_id = submit_to_h100(world)
         world.dispatch()
-        planner.answer("yes")
+        planner.answer("yes", predicted_step=StepRange(least_s=0.1, most_s=0.4))
         world.dispatch()
         rank = world.rank_of(job_id)
         rank.begin()
-        assert pool_ratio(client) is None
-        summary = JobSummary.model_validate(SUMMARY | {"peak_memory_bytes": peak, "memory_bytes": held})
-        rank.send(FinishedReport(outcome="succeeded", summary=summary))
-        assert client.get(f"/v1/jobs/{job_id}").json()["measured_to_planned"] == pytest.approx(ratio)
+        assert pool_ratios(client) == (None, None)
+        measured = {"peak_memory_bytes": peak, "memory_bytes": held, "step_time_s": 0.2 + 0.02 * number}
+        rank.send(FinishedReport(outcome="succeeded", summary=JobSummary.model_validate(SUMMARY | measured)))
+        shown = client.get(f"/v1/jobs/{job_id}").json()
+        assert shown["measured_to_planned"] == pytest.approx(ratio)
+        assert shown["step_time_to_planned"] == pytest.approx(1 + 0.1 * number)
+        assert shown["plan"]["predicted_step"] == {"least_s": 0.1, "most_s": 0.4}
+        assert shown["summary"]["step_time_s"] == measured["step_time_s"]
         world.dispatch()
-    assert pool_ratio(client) == pytest.approx(1.09)
+    assert pool_ratios(client) == (pytest.approx(1.09), pytest.approx(1.45))
 
 
-def pool_ratio(client: TestClient) -> float | None:
-    ratio: float | None = client.get("/v1/pools").json()["data"][1]["measured_to_planned"]
-    return ratio
+def pool_ratios(client: TestClient) -> tuple[float | None, float | None]:
+    pool = client.get("/v1/pools").json()["data"][1]
+    return pool["measured_to_planned"], pool["step_time_to_planned"]
+
+
+@ON_SQLITE
+def test_a_job_that_nobody_planned_is_measured_by_its_states(world: World, client: TestClient) -> None:
+    """A GPU's peak has nothing to be compared with, nor have the bytes of fewer ranks than were asked for."""
+    held = states_of(world.spec, world.spec.model.sizes).held
+    for peak, attempt_workers, ratio in ((None, 1, 1.0), (MEMORY, 1, None), (None, 2, None)):
+        job_id = world.submit(pool="cpu")
+        world.dispatch()
+        rank = world.rank_of(job_id)
+        rank.begin()
+        with world.database.write() as session:
+            session.execute(update(AttemptRow).where(AttemptRow.job_id == job_id).values(workers=attempt_workers))
+        measured = {"peak_memory_bytes": peak, "memory_bytes": held}
+        rank.send(FinishedReport(outcome="succeeded", summary=JobSummary.model_validate(SUMMARY | measured)))
+        assert client.get(f"/v1/jobs/{job_id}").json()["measured_to_planned"] == ratio
+        world.launcher.exit(rank.ref)
+        world.dispatch()
 
 
 @ON_SQLITE

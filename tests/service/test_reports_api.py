@@ -327,6 +327,7 @@ def test_the_summary_is_the_job_s_result(client: TestClient, world: World) -> No
         "peak_memory_bytes": None,
         "mismatch": None,
         "reserved_memory_bytes": None,
+        "step_time_s": None,
         "data": {"unigram_entropy_nats": 3.0},
     }
     rank.train(1, 2, 3, 4)

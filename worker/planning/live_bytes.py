@@ -104,6 +104,10 @@ class LiveBytes(TorchDispatchMode):
             self._at[1]()
         return result
 
+    def count(self, key: int, change: int) -> None:
+        """Count the bytes by which a storage has grown or, if negative, shrunk. key: of `live`, which has the new size."""
+        self.num_bytes += change
+
     def snapshot(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
         """Describe everything that is alive at this moment."""
         held = {tensor.untyped_storage()._cdata: kind for kind, tensor in held_tensors(model, optimizer)}
@@ -157,7 +161,7 @@ class LiveBytes(TorchDispatchMode):
         dtype = str(tensor.dtype).removeprefix("torch.")
         origin = f"{self._where()} {op.removeprefix('aten.')} {dtype}{list(tensor.shape)}".strip()
         self.live[key] = Allocation(num_bytes, self.phase, origin)
-        self.num_bytes += num_bytes
+        self.count(key, num_bytes)
         self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
 
     def _resized(self, resize: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,8 +172,8 @@ class LiveBytes(TorchDispatchMode):
             allocation = self.live.get(storage._cdata)
             if allocation is not None:
                 num_bytes = self._rounded(size)
-                self.num_bytes += num_bytes - allocation.num_bytes
                 self.live[storage._cdata] = replace(allocation, num_bytes=num_bytes)
+                self.count(storage._cdata, num_bytes - allocation.num_bytes)
             return result
 
         return follow
@@ -178,5 +182,5 @@ class LiveBytes(TorchDispatchMode):
         return -(-num_bytes // self.granule) * self.granule
 
     def _forget(self, key: int) -> None:
-        self.num_bytes -= self.live.pop(key).num_bytes
         del self._references[key]
+        self.count(key, -self.live.pop(key).num_bytes)

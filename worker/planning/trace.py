@@ -41,10 +41,11 @@ class NotTraced(ValueError):
 
 
 class Moment(NamedTuple):
-    """The bytes alive after an op of the step."""
+    """The bytes alive after an op of the step, in all and by class, in the order of PEAK_CLASSES."""
 
     op: str
     num_bytes: int
+    by_class: Sequence[int]
 
 
 class Trace(NamedTuple):

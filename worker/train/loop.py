@@ -130,9 +130,9 @@ class Trainer:
             self.writer.finish()
             if self.exporter is not None:
                 self.exporter.finish(self.progress.step, self.progress.best_saved_step)
-            facts, sent_bytes, mean_step_s = self.source.facts, self.mesh.sent_bytes, self.step_times.mean(self.progress)
+            facts, sent_bytes = self.source.facts, self.mesh.sent_bytes
             summary = train_reports.summarize(
-                self.config, self.model, self.progress, evaluation, mean_step_s, facts, sent_bytes
+                self.config, self.model, self.progress, self.step_times, evaluation, facts, sent_bytes
             )
             return summary.model_copy(update={"mismatch": self.exporter.newest}) if self.exporter is not None else summary
 

@@ -1,6 +1,7 @@
 """The progress of a run, and checks that its loss still makes sense. The checkpoint holds all of it."""
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterable
 from copy import copy
@@ -21,7 +22,7 @@ _STEP_TIMES_KEPT = 1000
 class StepTimes:
     """The seconds of a run's newest steps, without the first steps of each attempt, in which kernels load and graphs compile.
 
-    A throughput is their mean: a median would hide the steps that sample statistics.
+    A throughput is their mean: a median would hide the steps that sample statistics, which no plan predicts.
     """
 
     def __init__(self, num_skipped: int) -> None:
@@ -49,6 +50,10 @@ class StepTimes:
     def mean(self, progress: "Progress") -> float:
         """Return the mean in seconds; that of all the run's steps where none was kept."""
         return sum(self.kept) / len(self.kept) if self.kept else progress.train_time_s / max(1, progress.step)
+
+    def median(self) -> float | None:
+        """Return the median in seconds, which a plan's step is compared with; None where none was kept."""
+        return statistics.median(self.kept) if self.kept else None
 
 
 @dataclass

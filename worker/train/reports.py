@@ -26,7 +26,7 @@ from octet.worker.metrics.table import OperandSample
 from octet.worker.models.blocks import repeated_blocks
 from octet.worker.train.build import JobModel, MovingAverage
 from octet.worker.train.log import FinishedStep
-from octet.worker.train.progress import Progress
+from octet.worker.train.progress import Progress, StepTimes
 
 LARGEST_EXPONENT = math.log(sys.float_info.max)
 
@@ -195,14 +195,14 @@ def summarize(
     config: TrainConfig,
     model: nn.Module,
     progress: Progress,
+    step_times: StepTimes,
     evaluation: Mapping[str, float],
-    mean_step_s: float,
     facts: Mapping[str, float],
     sent_bytes: Mapping[tuple[str, str], int],
 ) -> JobSummary:
     """The result of a run that took all its steps.
 
-    evaluation: the loss and the family's metrics, by name. mean_step_s: seconds of a step. sent_bytes: by collective and dtype.
+    evaluation: the loss and the family's metrics, by name. sent_bytes: by collective and dtype.
     """
     return JobSummary(
         steps=progress.step,
@@ -211,8 +211,9 @@ def summarize(
         evaluation_perplexity=math.exp(min(evaluation["loss"], LARGEST_EXPONENT)),
         evaluation_metrics={name: value for name, value in evaluation.items() if name != "loss"},
         tokens=progress.step * config.tokens_per_step,
-        tokens_per_s=config.tokens_per_step / mean_step_s,
+        tokens_per_s=config.tokens_per_step / step_times.mean(progress),
         train_time_s=progress.train_time_s,
+        step_time_s=step_times.median(),
         num_parameters=num_parameters(model),
         num_converted_parameters=num_converted_parameters(model),
         memory_bytes=progress.memory_bytes,

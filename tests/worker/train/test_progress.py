@@ -58,9 +58,11 @@ def test_ten_non_finite_losses_end_the_run() -> None:
 def test_the_time_of_a_step_is_a_mean_that_sees_every_step_but_the_first() -> None:
     times, progress = StepTimes(num_skipped=1), Progress(step=2, train_time_s=8.0)
     assert times.mean(progress) == 4.0  # none is kept
+    assert times.median() is None
     for seconds in (60.0, 1.0, 1.0, 1.0, 9.0):  # it compiles, and samples in the last
         times.add(seconds)
     assert times.mean(progress) == 3.0
+    assert times.median() == 1.0
     resumed = StepTimes(num_skipped=1)
     resumed.resume(times.kept)
     resumed.add(70.0)

@@ -104,6 +104,7 @@ async function poolsOf(signal) {
       pool.slots_present === null ? "not seen yet" : `${count(pool.slots_present)} slots`,
       bytes(pool.memory_per_device_bytes),
       percent(pool.measured_to_planned ?? null, 1),
+      percent(pool.step_time_to_planned ?? null),
       count(pool.threads_per_worker),
     ];
   });
@@ -116,10 +117,12 @@ async function poolsOf(signal) {
     "Nodes offer",
     "Memory a device",
     "Measured of planned",
+    "Step of planned",
     "Threads a worker",
   ];
   const meaning =
-    "Measured of planned: bytes that jobs took, of those that their plans said; the median, once ten have succeeded.";
+    "Measured of planned: bytes that jobs took, of those that their plans said; the median, once ten have succeeded. " +
+    "Step of planned: the same of a step's time, of the middle of its predicted range.";
   return [grid("Pools", columns, rows, 3), h("p", { class: "muted" }, meaning)];
 }
 
