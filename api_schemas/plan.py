@@ -17,7 +17,7 @@ from octet.api_schemas.job import JobSpec
 from octet.api_schemas.job_plan import JobPlan, StepRange, Verdict
 from octet.api_schemas.levels import AUTOMATIC, LEVELS
 from octet.api_schemas.measured import Bytes
-from octet.api_schemas.planned_states import NotPlanned, States, states_of, why_left
+from octet.api_schemas.planned_states import CLASSES, NotPlanned, States, states_of, why_left
 from octet.api_schemas.precision import LevelName
 from octet.api_schemas.problem import explain
 from octet.api_schemas.resources import PoolConfig
@@ -33,6 +33,8 @@ SMALL_BYTES = 1 << 20
 NCCL_BYTES = 4_340_000_000
 """NCCL after its first all-to-all on 8 H100 (NCCL issue 1685)."""
 FP8_CAPABILITY = (8, 9)
+PEAK_CLASSES = (*CLASSES, "activations", "logits", "communication", "temporary")
+"""Classes of the bytes at a step's peak: those of `memory_report`, and four of tensors that are freed within the step."""
 TRACED_FAMILIES = ("gpt", "llama")
 ONLY_STATES = "only states: name the level to trace its peak"
 
@@ -59,6 +61,7 @@ class Peak(Contract):
     """The most bytes of tensors that are alive at once in an eager step, counted on fake tensors."""
 
     bytes: Bytes
+    by_class: dict[str, int] = Field(description=f"alive at the peak: {', '.join(PEAK_CLASSES)}")
     before: Bytes = Field(description="alive between steps")
     held: dict[str, int] = Field(description="by class at the update, as octet.worker.memory_report counts them")
     by_micro_batch: tuple[PeakLine, ...]
@@ -114,9 +117,14 @@ class PlanRow(Contract):
         default=None, description="gradients and weights sent to replicas in a step, by collective and dtype"
     )
     peak_bytes: int | None = None
+    peak_by_class: dict[str, int] | None = Field(default=None, description=f"alive at the peak: {', '.join(PEAK_CLASSES)}")
     step_bytes: int | None = Field(default=None, description="peak less what is alive between steps: activations, gradients, …")
     lower_bytes: int | None = Field(default=None, description="the peak, or the states where no peak is known")
     upper_bytes: int | None = Field(default=None, description="the peak with the largest published overheads of GPUs")
+    overhead_bytes: dict[str, int] | None = Field(
+        default=None,
+        description="upper_bytes less lower_bytes: framework (CUDA's context and kernels), communication (NCCL), fragmentation",
+    )
     states_agree: bool | None = Field(default=None, description="the trace holds what the closed form says")
     fits: tuple[Fit, ...] = ()
 
@@ -258,7 +266,8 @@ def _row(candidate: Candidate, pools: Sequence[PoolConfig], reply: TraceReply | 
     peak = None if reply is None else reply.peak
     reason = (candidate.wants_peak and why_not_traced(spec)) or ONLY_STATES
     lower = sum(states.held.values()) if peak is None else max(peak.bytes, sum(states.held.values()))
-    overhead = CONTEXT_BYTES + (NCCL_BYTES if spec.resources.workers > 1 else 0)
+    outside = {"framework": CONTEXT_BYTES, "communication": NCCL_BYTES if spec.resources.workers > 1 else 0}
+    overhead = sum(outside.values())
     found = {
         "reason": reason if reply is None else reply.reason,
         **_layers(spec),
@@ -267,9 +276,11 @@ def _row(candidate: Candidate, pools: Sequence[PoolConfig], reply: TraceReply | 
         "host_bytes": states.host,
         "sent_bytes": states.sent,
         "peak_bytes": None if peak is None else peak.bytes,
+        "peak_by_class": None if peak is None else peak.by_class,
         "step_bytes": None if peak is None else peak.bytes - peak.before,
         "lower_bytes": lower,
         "upper_bytes": None if peak is None else _upper(lower, overhead),
+        "overhead_bytes": None if peak is None else outside | {"fragmentation": _upper(lower, 0) - lower},
         "states_agree": None if peak is None else _agrees(states, peak),
         "fits": tuple(
             _fit(pool, lower, 0 if pool.accelerator == "cpu" else overhead, peak, spec).model_copy(

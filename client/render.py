@@ -515,7 +515,7 @@ def plan_details(plan: Plan) -> Group:
         held = [states.get(kind) for kind in ("weights", "master_weights", "gradients")]
         sent = None if row.sent_bytes is None else sum(sum(by_dtype.values()) for by_dtype in row.sent_bytes.values())
         grid.add_row(row.level, *map(num_bytes, (*held, moments, row.step_bytes, row.peak_bytes, sent)))
-    lines = [*_layer_lines(plan.rows), *(line for row in plan.rows for line in _fit_lines(row, plan))]
+    lines = [*_layer_lines(plan.rows), *_peak_lines(plan.rows), *(line for row in plan.rows for line in _fit_lines(row, plan))]
     if plan.chosen_level is not None:
         lines.append(f"precision.level auto is {plan.chosen_level}.")
     if plan.changes:
@@ -544,6 +544,15 @@ def _layer_lines(rows: Sequence[PlanRow]) -> Iterable[str]:
             words = f"{row.converted_layers} linear layers converted{f'; {left}' if left else ''}"
             levels.setdefault(words, []).append(row.level)
     return [f"{', '.join(names)}: {words}" for words, names in levels.items()]
+
+
+def _peak_lines(rows: Sequence[PlanRow]) -> Iterable[str]:
+    """Write by class what is alive at each peak that is known, the most first."""
+    for row in rows:
+        found = sorted((row.peak_by_class or {}).items(), key=lambda item: -item[1])
+        held = ", ".join(f"{kind.replace('_', ' ')} {num_bytes(count)}" for kind, count in found if count)
+        if held:
+            yield f"{row.level} at the peak: {held}"
 
 
 def _fit_lines(row: PlanRow, plan: Plan) -> Iterable[str]:

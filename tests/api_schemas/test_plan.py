@@ -56,7 +56,8 @@ def peak_of(spec: JobSpec, activations: int) -> Peak:
     held = states_of(spec, spec.model.sizes).held
     before = sum(held.values()) - held["gradients"]
     line = PeakLine(base=before, growth=activations)
-    return Peak(bytes=before + activations, before=before, held=held, by_micro_batch=(line,))
+    by_class = {**held, "gradients": 0, "activations": activations}
+    return Peak(bytes=before + activations, by_class=by_class, before=before, held=held, by_micro_batch=(line,))
 
 
 def rows(spec: JobSpec, memory: int | None, activations: int | None = None, **options: Any) -> list[PlanRow]:
@@ -103,6 +104,11 @@ def test_a_peak_has_bounds_and_a_largest_micro_batch() -> None:
     assert row.peak_bytes is not None
     assert row.upper_bytes > row.peak_bytes * FRAGMENTATION
     assert row.step_bytes == activations
+    assert row.peak_by_class is not None
+    assert (sum(row.peak_by_class.values()), row.peak_by_class["activations"]) == (row.peak_bytes, activations)
+    assert row.overhead_bytes is not None
+    assert row.overhead_bytes.keys() == {"framework", "communication", "fragmentation"}
+    assert sum(row.overhead_bytes.values()) == row.upper_bytes - row.lower_bytes
     assert row.states_agree is True
     (fit,) = row.fits
     assert fit.verdict == "yes"

@@ -256,13 +256,14 @@ def test_a_plan_is_shown_beside_what_was_measured(make_job: MakeJob, make_summar
 def test_a_plan_names_converted_layers_once_for_levels_that_convert_the_same() -> None:
     left = {"excluded by name": 4}
     rows = [
-        PlanRow(level="bf16-amp"),
+        PlanRow(level="bf16-amp", peak_by_class={"weights": 10**9, "master_weights": 0, "activations": 3 * 10**9}),
         *(PlanRow(level=level, converted_layers=44, left_layers=left) for level in ("O1", "O2")),
         PlanRow(level="O3", converted_layers=48, left_layers={}),
     ]
     shown = lines(render.plan_details(Plan(pool="gpu", workers=1, micro_batch_size=1, rows=tuple(rows))))
     assert "O1, O2: 44 linear layers converted; 4 left in 16 bits, excluded by name" in shown
     assert "O3: 48 linear layers converted" in shown
+    assert "bf16-amp at the peak: activations 3 GB, weights 1 GB" in shown
 
 
 def test_states_in_host_memory_have_a_line_of_their_own(make_job: MakeJob, make_summary: MakeSummary) -> None:

@@ -20,9 +20,10 @@ from typing import NamedTuple, NoReturn
 
 from octet.api_schemas import JobSpec
 from octet.api_schemas.plan import TraceReply, TraceRequest
+from octet.worker.planning.curve import Moment
 from octet.worker.planning.fake_gpu import fake_gpu
 from octet.worker.planning.moments import counts, peak_of, traces_of
-from octet.worker.planning.trace import Moment, NotTraced, Trace, check
+from octet.worker.planning.trace import NotTraced, Trace, check
 
 CPU_S = 60
 DEADLINE_S = 300
@@ -156,7 +157,7 @@ def _trace_in_child(parent: int, job: JobSpec, num_sequences: int, result: int) 
     except Exception as error:  # noqa: BLE001 - whatever a step raises is the answer
         found = f"the step raised {type(error).__name__}: {error}"[:1000]
     with os.fdopen(result, "w") as file:
-        json.dump(found, file)
+        file.write(json.dumps(found))  # a tenth of the time of json.dump, which encodes in Python
     os._exit(0)
 
 

@@ -11,21 +11,23 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from octet.api_schemas import JobSpec
-from octet.api_schemas.plan import Peak, PeakLine
-from octet.worker.planning.trace import Moment, Trace, trace
+from octet.api_schemas.plan import PEAK_CLASSES, Peak, PeakLine
+from octet.worker.planning.curve import Moment
+from octet.worker.planning.trace import Trace, trace
 
 NEGLIGIBLE = 1.001
 
 
 class Moments(NamedTuple):
-    """A step of one depth. moments: bytes of each at two numbers of sequences. states: alive before the step.
+    """A step of one depth. moments: bytes of each at two numbers of sequences. before: alive before the step.
 
-    held: the bytes by class that a job reports at its update.
+    held: the bytes by class that a job reports at its update. by_class: those at the first number of sequences' peak.
     """
 
     moments: set[tuple[int, int]]
     before: int
     held: dict[str, int]
+    by_class: dict[str, int]
 
 
 def traces_of(spec: JobSpec, num_sequences: int) -> list[Trace]:
@@ -41,7 +43,7 @@ def peak_of(spec: JobSpec, traces: Sequence[Sequence[Trace]]) -> Peak:
     peak = max(first for first, _ in found.moments)
     lines = _largest({(2 * first - second, second - first) for first, second in found.moments})
     by_micro_batch = tuple(PeakLine(base=base, growth=growth) for base, growth in lines)
-    return Peak(bytes=peak, before=found.before, held=found.held, by_micro_batch=by_micro_batch)
+    return Peak(bytes=peak, by_class=found.by_class, before=found.before, held=found.held, by_micro_batch=by_micro_batch)
 
 
 def depth_of(spec: JobSpec) -> int:
@@ -63,21 +65,28 @@ def extrapolate(traces: Sequence[Sequence[Trace]], blocks: tuple[int, int], dept
         return fewer + (more - fewer) * (depth - blocks[0]) // (blocks[1] - blocks[0])
 
     moments: set[tuple[int, int]] = set()
+    largest: tuple[int, list[int]] | None = None
+    peak = 0
     for phases in zip(*(each.phases for by_blocks in traces for each in by_blocks), strict=True):
         for fewer, more, *wider in _aligned(phases):
-            first = at_depth(fewer, more)
-            moments.add((first, at_depth(*wider) if wider else first))
+            first = at_depth(fewer.num_bytes, more.num_bytes)
+            moments.add((first, at_depth(*(each.num_bytes for each in wider)) if wider else first))
+            peak = max(peak, first)
+            if largest is None or first > largest[0]:
+                by_class = list(map(at_depth, fewer.by_class, more.by_class))
+                largest = (first, by_class) if min(by_class) >= 0 else largest
     (fewest, most), *_ = traces
     held = {kind: at_depth(num_bytes, most.held[kind]) for kind, num_bytes in fewest.held.items()}
-    return Moments(moments, at_depth(fewest.num_bytes_before, most.num_bytes_before), held)
+    at_peak = dict(zip(PEAK_CLASSES, [0] * len(PEAK_CLASSES) if largest is None else largest[1], strict=True))
+    at_peak["temporary"] += peak - sum(at_peak.values())
+    return Moments(moments, at_depth(fewest.num_bytes_before, most.num_bytes_before), held, at_peak)
 
 
-def _aligned(phases: Sequence[Sequence[Moment]]) -> Iterator[list[int]]:
-    """Yield the bytes of all traces at their peaks, and at the same ops counted from the phase's beginning and its end."""
-    yield [max(moment.num_bytes for moment in phase) for phase in phases]
+def _aligned(phases: Sequence[Sequence[Moment]]) -> Iterator[Sequence[Moment]]:
+    """Yield the moments of all traces after the same ops, counted from the phase's beginning and its end, and their peaks."""
     for moments in (zip(*phases, strict=False), zip(*map(reversed, phases), strict=False)):
-        for same in takewhile(lambda each: len({moment.op for moment in each}) == 1, moments):
-            yield [moment.num_bytes for moment in same]
+        yield from takewhile(lambda each: len({moment.op for moment in each}) == 1, moments)
+    yield [max(phase, key=lambda moment: moment.num_bytes) for phase in phases]
 
 
 def _largest(lines: set[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -23,9 +23,9 @@ from octet.worker.models.initial import parameters_on_meta
 from octet.worker.optim import build_optimizer
 from octet.worker.optim.schedule import parameter_groups
 from octet.worker.parallel import Parallel, on_mesh, tensor
-from octet.worker.planning.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
+from octet.worker.planning.curve import Curve, Moment
+from octet.worker.planning.fake_gpu import DEVICE_TYPE, fake_gpu
 from octet.worker.planning.fake_gpu import device as register
-from octet.worker.planning.live_bytes import LiveBytes
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.memory_options import prepare_steps
 
@@ -38,14 +38,6 @@ WHOLE = 1 << 62
 
 class NotTraced(ValueError):
     """A job whose step cannot run on fake tensors, with the reason."""
-
-
-class Moment(NamedTuple):
-    """The bytes alive after an op of the step, in all and by class, in the order of PEAK_CLASSES."""
-
-    op: str
-    num_bytes: int
-    by_class: Sequence[int]
 
 
 class Trace(NamedTuple):
@@ -71,28 +63,10 @@ def trace(spec: JobSpec, num_blocks: int, num_sequences: int) -> Trace:
     # Collectives in hooks abort on autograd's own threads.
     on_one_thread = torch.autograd.set_multithreading_enabled(False)
     with first_of(spec.resources.workers), fake_gpu() as device, with_fake_values(), on_one_thread:
-        live = _Curve(see_within=see_within, device_type=DEVICE_TYPE)
+        live = Curve(_num_words(spec))
         with live:
             model, optimizer, parallel = _build(spec, num_blocks, device)
             return _step(spec, num_sequences, model, optimizer, parallel, live)
-
-
-class _Curve(LiveBytes):
-    """Also records what is alive after each op."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.phases: list[list[Moment]] = []
-
-    def begin(self) -> None:
-        """Begin a phase of the step."""
-        self.phases.append([])
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if result is not NotImplemented and self.phases:
-            self.phases[-1].append(Moment(str(func), self.num_bytes))
-        return result
 
 
 def _build(spec: JobSpec, num_blocks: int, device: torch.device) -> tuple[TrainedModel, Any, Parallel]:
@@ -117,11 +91,12 @@ def _build(spec: JobSpec, num_blocks: int, device: torch.device) -> tuple[Traine
     return model, prepared.optimizer, on_mesh(prepared.model, prepared.optimizer, mesh, spec.parallelism)
 
 
-def _step(spec: JobSpec, num_sequences: int, model: TrainedModel, optimizer: Any, parallel: Parallel, live: _Curve) -> Trace:
+def _step(spec: JobSpec, num_sequences: int, model: TrainedModel, optimizer: Any, parallel: Parallel, live: Curve) -> Trace:
     """Take one step. Returns its curve."""
     num_passes, device = min(spec.batch.num_micro_batches, MOST_PASSES), parallel.replicas.device
     shape = (num_sequences, spec.training.sequence_length + 1)
     before = live.num_bytes
+    live.begin_step(model, optimizer)
     for index in range(num_passes):
         live.begin()
         tokens_BT = torch.randint(0, 2, shape, device=device)
@@ -138,7 +113,13 @@ def _step(spec: JobSpec, num_sequences: int, model: TrainedModel, optimizer: Any
         parallel.clip_grad_norm_(spec.training.gradient_clip)
     optimizer.step()
     parallel.publish()
-    return Trace(live.phases, before, memory_report(model, optimizer))
+    return Trace(live.phases(), before, memory_report(model, optimizer))
+
+
+def _num_words(spec: JobSpec) -> int | None:
+    """Return the words of the vocabulary that are on a rank, and so of its logits."""
+    num_words = getattr(spec.model.sizes, "vocab_size", None)
+    return None if num_words is None else num_words // spec.parallelism.tensor
 
 
 @contextmanager

@@ -13,9 +13,10 @@ from typing import IO, Any
 
 import pytest
 
-from octet.api_schemas.plan import TraceReply, TraceRequest
+from octet.api_schemas.plan import PEAK_CLASSES, TraceReply, TraceRequest
+from octet.worker.planning.curve import Moment
 from octet.worker.planning.moments import extrapolate
-from octet.worker.planning.trace import Moment, Trace
+from octet.worker.planning.trace import Trace
 from tests.kit.waiting import LONG_S, wait_until
 from tests.worker.planning.traced import CASES, GPT, LLAMA, spec_of
 
@@ -100,11 +101,10 @@ def test_a_peak_that_moves_is_found() -> None:
     """With few blocks the head holds the peak, with many the first block's backward pass: a line through the peaks is low."""
 
     def planted(num_blocks: int) -> Trace:
-        forward = [Moment("block", 10 * number) for number in range(1, num_blocks + 1)] + [
-            Moment("head", 10 * num_blocks + 100)
-        ]
-        backward = [Moment("head", 10 * num_blocks + 100)]
-        backward += [Moment("block", 40 * number + 20) for number in range(num_blocks, 0, -1)]
+        forward = [alive("block", 10 * number) for number in range(1, num_blocks + 1)]
+        forward += [alive("head", 10 * num_blocks + 100, logits=100)]
+        backward = [alive("head", 10 * num_blocks + 100, logits=100)]
+        backward += [alive("block", 40 * number + 20) for number in range(num_blocks, 0, -1)]
         return Trace([forward, backward], num_blocks, {"weights": num_blocks})
 
     found = extrapolate([[planted(2), planted(3)]], (2, 3), 20)
@@ -112,6 +112,26 @@ def test_a_peak_that_moves_is_found() -> None:
     assert max(first for first, _ in found.moments) == peaks[2] == 820
     assert peaks[0] + 18 * (peaks[1] - peaks[0]) < peaks[2]
     assert (found.before, found.held) == (20, {"weights": 20})
+    assert {kind: number for kind, number in found.by_class.items() if number} == {"activations": 820}
+
+
+def alive(op: str, num_bytes: int, logits: int = 0) -> Moment:
+    by_class = dict.fromkeys(PEAK_CLASSES, 0) | {"logits": logits, "activations": num_bytes - logits}
+    return Moment(op, num_bytes, tuple(by_class.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_classes_of_a_peak_add_up_and_are_those_of_all_blocks(name: str) -> None:
+    found = traced(name)
+    by_class, peak = found["by_class"], found["peak"]
+    assert sum(by_class.values()) == peak
+    assert min(by_class.values()) >= 0
+    for kind, num_bytes in found["whole_by_class"].items():
+        assert by_class[kind] == pytest.approx(num_bytes, abs=0.001 * peak), kind
+        if kind in ("weights", "master_weights", "exp_avg", "exp_avg_sq"):
+            assert num_bytes == pytest.approx(found["whole_held"][kind], rel=0.005), kind
+    assert sum(by_class[kind] for kind in ("activations", "logits", "communication", "temporary")) > 0
 
 
 @pytest.mark.system

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from octet.api_schemas import JobSpec
+from octet.api_schemas.plan import PEAK_CLASSES
 from octet.api_schemas.planned_states import states_of
 from octet.worker.planning import trace as trace_module
 from octet.worker.planning.moments import counts, depth_of, extrapolate, peak_of, traces_of
@@ -57,9 +58,12 @@ def found(spec: JobSpec) -> dict[str, Any]:
     blocks, (few, _) = counts(spec)
     moments = extrapolate([[trace(spec, number, few) for number in blocks]], blocks, depth_of(spec))
     whole = trace(spec, NUM_BLOCKS, few)
+    whole_peak = max((moment for phase in whole.phases for moment in phase), key=lambda moment: moment.num_bytes)
     return {
+        "by_class": moments.by_class,
+        "whole_by_class": dict(zip(PEAK_CLASSES, whole_peak.by_class, strict=True)),
         "peak": max(first for first, _ in moments.moments),
-        "whole_peak": max(moment.num_bytes for phase in whole.phases for moment in phase),
+        "whole_peak": whole_peak.num_bytes,
         "before": (moments.before, whole.num_bytes_before),
         "held": moments.held,
         "whole_held": whole.held,
@@ -86,14 +90,14 @@ def packed(model: dict[str, Any]) -> dict[str, Any]:
         document = spec.model_dump(mode="json", exclude_unset=True) | {"data": data}
         squares: list[str] = []
 
-        class Curve(trace_module._Curve):
+        class Curve(trace_module.Curve):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 made = super().__torch_dispatch__(func, types, args, kwargs)
                 of_rows = [part for part in tree_leaves(made) if isinstance(part, Tensor) and part.shape[-2:] == (1024, 1024)]
                 squares.extend(str(func) for _ in of_rows)  # noqa: B023 - it is called within the turn
                 return made
 
-        with mock.patch.object(trace_module, "_Curve", Curve):
+        with mock.patch.object(trace_module, "Curve", Curve):
             phases = trace(JobSpec.model_validate(document), 2, 1).phases
         moments = [moment for phase in phases for moment in phase]
         ops = sorted({moment.op for moment in moments if "attention" in moment.op})

@@ -1,7 +1,7 @@
 /** The plan beside the form: what the job would take, asked for once it is valid and nobody types. */
 
 import { fill, h, panel, problem } from "../dom.js";
-import { short } from "../figures.js";
+import { bytes, short } from "../figures.js";
 import { count } from "../format.js";
 import { badge } from "../levels.js";
 import { send } from "../requests.js";
@@ -98,7 +98,9 @@ const fitOf = (row, pool) => row.fits?.find((fit) => fit.pool === pool);
 /** @param {PlanRow} row @param {string} pool @param {boolean} hasRoom @param {boolean} hasTime @returns {(string | Node)[]} */
 function levelRow(row, pool, hasRoom, hasTime) {
   const fit = fitOf(row, pool);
-  const size = row.peak_bytes == null ? bounds(row) : h("strong", {}, bounds(row));
+  const classes = Object.entries(row.peak_by_class ?? {}).filter(([, size]) => size);
+  const title = classes.map(([name, size]) => `${name.replace("_", " ")} ${bytes(size)}`).join(", ");
+  const size = row.peak_bytes == null ? bounds(row) : h("strong", { title }, bounds(row));
   const most = fit?.largest_micro_batch == null ? "–" : count(fit.largest_micro_batch);
   const verdict = fit ? h("span", { class: fit.verdict === "no" ? "bad" : null }, FITS[fit.verdict]) : "–";
   return [badge(row.level), size, ...(hasRoom ? [verdict, most] : []), ...(hasTime ? times(fit) : [])];

@@ -1,0 +1,145 @@
+"""The bytes alive after each op of a step, in all and by class."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from octet.api_schemas.plan import PEAK_CLASSES
+from octet.worker.fp8.gradient import Float8Gradient
+from octet.worker.metrics.memory import held_tensors
+from octet.worker.planning.fake_gpu import DEVICE_TYPE, see_within
+from octet.worker.planning.live_bytes import LiveBytes
+
+BEFORE = -1
+"""The phase in which storages that are alive at the step's start were made."""
+
+
+class Moment(NamedTuple):
+    """The bytes alive after an op of the step, in all and in the order of PEAK_CLASSES."""
+
+    op: str
+    num_bytes: int
+    by_class: Sequence[int]
+
+
+class Curve(LiveBytes):
+    """Records what is alive after each op of a step.
+
+    What model and optimizer hold has its class of `memory_report`, a gradient from the op after which it is one. Of the rest,
+    logits have the vocabulary's words as their last dimension, activations were made in a forward pass and live until its
+    end, communication is what collectives read and write and the weights that blocks gather, and all else is temporary.
+    """
+
+    def __init__(self, num_words: int | None) -> None:
+        """num_words: of the vocabulary on this rank; None for a model without one."""
+        super().__init__(see_within=see_within, device_type=DEVICE_TYPE)
+        self.num_words = num_words
+        self._by_phase: list[list[tuple[str, int]]] = []
+        """By phase: ops, and the bytes alive after each."""
+        self._num_ops = 0
+        self._changes: list[tuple[int, int, int]] = []
+        """The ops before it, the number of a storage, and the bytes by which it changed."""
+        self._classes: list[str] = []
+        self._made_in: list[int] = []
+        """Phases, by the number of a storage, as its class."""
+        self._numbers: dict[int, int] = {}
+        """The storages that are alive, by key: their numbers."""
+        self._gathered: dict[int, int] = {}
+        """The number under which growth of a storage counts that was alive before, by key."""
+        self._parameters: list[nn.Parameter] = []
+        self._gradients: list[int] = []
+        """The identity of each parameter's gradient, when it was last looked at."""
+
+    def begin_step(self, model: nn.Module, optimizer: Any) -> None:
+        """Begin a step with what is alive."""
+        pieces: dict[Tensor, nn.Parameter] = getattr(optimizer, "pieces", {})
+        self._parameters = list(dict.fromkeys([*model.parameters(), *pieces.values()]))
+        self._gradients = [id(None)] * len(self._parameters)
+        kinds = {tensor.untyped_storage()._cdata: kind for kind, tensor in held_tensors(model, optimizer)}
+        for key, allocation in self.live.items():
+            self._numbers[key] = self._add(kinds.get(key, "other"), BEFORE)
+            self._changes.append((0, self._numbers[key], allocation.num_bytes))
+
+    def begin(self) -> None:
+        """Begin a phase: forward and backward passes in turn, then the update."""
+        if len(self._by_phase) % 2:
+            for number in self._numbers.values():
+                if self._made_in[number] == len(self._by_phase) - 1 and self._classes[number] in ("temporary", "communication"):
+                    self._classes[number] = "activations"
+        self._by_phase.append([])
+
+    def phases(self) -> list[list[Moment]]:
+        """Return the moments of each phase so far."""
+        place_of = {kind: place for place, kind in enumerate(PEAK_CLASSES)}
+        totals, changes, position = [0] * len(PEAK_CLASSES), self._changes, 0
+        found: list[list[Moment]] = []
+        num_ops = 0
+        for phase in self._by_phase:
+            found.append([])
+            for op, num_bytes in phase:
+                while position < len(changes) and changes[position][0] <= num_ops:
+                    _, number, change = changes[position]
+                    totals[place_of[self._classes[number]]] += change
+                    position += 1
+                found[-1].append(Moment(op, num_bytes, tuple(totals)))
+                num_ops += 1
+        return found
+
+    def count(self, key: int, change: int) -> None:
+        super().count(key, change)
+        if not self._by_phase:
+            return
+        is_alive = key in self.live
+        if key not in self._numbers:
+            self._numbers[key] = self._add("temporary", len(self._by_phase) - 1)
+        number = self._numbers[key]
+        if is_alive and self._made_in[number] == BEFORE:
+            if key not in self._gathered:
+                self._gathered[key] = self._add("communication", BEFORE)
+            number = self._gathered[key]
+        self._changes.append((self._num_ops, number, change))
+        if not is_alive:
+            del self._numbers[key]
+            self._gathered.pop(key, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is NotImplemented or not self._by_phase:
+            return result
+        if func.namespace == "c10d":
+            self._mark(tree_leaves((args, result)), "communication")
+        elif self.num_words is not None:
+            made = (result,) if isinstance(result, Tensor) else tree_leaves(result)
+            self._mark((each for each in made if isinstance(each, Tensor) and each.shape[-1:] == (self.num_words,)), "logits")
+        if len(self._by_phase) > 1:
+            self._mark_gradients()
+        self._by_phase[-1].append((str(func), self.num_bytes))
+        self._num_ops += 1
+        return result
+
+    def _add(self, kind: str, made_in: int) -> int:
+        """Return the number of one more storage."""
+        self._classes.append(kind)
+        self._made_in.append(made_in)
+        return len(self._classes) - 1
+
+    def _mark(self, values: Iterable[Any], kind: str, instead_of: Sequence[str] = ("temporary",)) -> None:
+        for value in values:
+            number = self._numbers.get(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
+            if number is not None and self._made_in[number] != BEFORE and self._classes[number] in instead_of:
+                self._classes[number] = kind
+
+    def _mark_gradients(self) -> None:
+        """Give gradients that parameters did not have before their class."""
+        for place, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            if id(gradient) == self._gradients[place]:
+                continue
+            self._gradients[place] = id(gradient)
+            if isinstance(gradient, Float8Gradient):
+                self._mark([gradient.codes], "gradients", PEAK_CLASSES)
+                self._mark([gradient.dequant_scale], "scales", PEAK_CLASSES)
+            elif gradient is not None:
+                self._mark([gradient], "gradients", PEAK_CLASSES)
