@@ -116,6 +116,10 @@ class Layout:
         """Return the blocks of a stage, of a model's `num_blocks`. The numbers of two stages' blocks differ by one at most."""
         return range(stage * num_blocks // self.num_stages, (stage + 1) * num_blocks // self.num_stages)
 
+    def num_blocks_of(self, pipeline_rank: int, num_blocks: int) -> int:
+        """Return the blocks of all stages of a rank of the pipeline axis, of a model's `num_blocks`."""
+        return sum(len(self.blocks(stage, num_blocks)) for stage in self.stages(pipeline_rank))
+
     def group(self, axis: AxisName, rank: int) -> tuple[int, ...]:
         """Return the ranks on the axis through `rank`, ascending, including `rank`."""
         pipeline, data, context, tensor = self._place(rank)

@@ -17,7 +17,7 @@ from octet.api_schemas.job import JobSpec
 from octet.api_schemas.job_plan import JobPlan, StepRange, Verdict
 from octet.api_schemas.levels import AUTOMATIC, LEVELS
 from octet.api_schemas.measured import Bytes
-from octet.api_schemas.planned_states import CLASSES, NotPlanned, States, states_of, why_left
+from octet.api_schemas.planned_states import CLASSES, NotPlanned, States, states_of, states_of_rank, why_left
 from octet.api_schemas.precision import LevelName
 from octet.api_schemas.problem import explain
 from octet.api_schemas.resources import PoolConfig
@@ -73,10 +73,11 @@ class Peak(Contract):
 
 
 class TraceRequest(Contract):
-    """One line to the planner's process."""
+    """One line to the planner's process. pipeline_rank: whose stages are traced."""
 
     id: str
     job: JobSpec
+    pipeline_rank: int = 0
 
 
 class TraceReply(Contract):
@@ -102,8 +103,17 @@ class Fit(Contract):
     )
 
 
+class StagePlan(Contract):
+    """The stages of one rank of a pipeline. Those of ranks between the first and the last differ little: one is traced."""
+
+    pipeline_rank: int
+    num_blocks: int
+    states: dict[str, int] = Field(description="held at the update, by class of memory_report")
+    peak_bytes: int | None = Field(default=None, description="null where no peak is known, and of ranks that are not traced")
+
+
 class PlanRow(Contract):
-    """A job at a level, or with a change. Bytes are of the rank that holds most."""
+    """A job at a level, or with a change. Bytes are of the rank that holds most; of a pipeline each rank is planned."""
 
     level: LevelName
     change: str | None = Field(default=None, description="the field that differs from the job's")
@@ -126,6 +136,7 @@ class PlanRow(Contract):
         description="upper_bytes less lower_bytes: framework (CUDA's context and kernels), communication (NCCL), fragmentation",
     )
     states_agree: bool | None = Field(default=None, description="the trace holds what the closed form says")
+    stages: tuple[StagePlan, ...] = Field(default=(), description="the ranks of a pipeline; empty without one")
     fits: tuple[Fit, ...] = ()
 
 
@@ -236,40 +247,59 @@ def why_not_traced(job: JobSpec) -> str | None:
         return f"steps of family {job.model.family} are not traced; those of {', '.join(TRACED_FAMILIES)} are"
     if job.precision.is_resolved and job.precision.storage.engine != "octet":
         return f"level {job.precision.level} runs {job.precision.storage.engine}'s layers, not traced yet"
-    return "steps with parallelism.pipeline are not traced yet" if job.parallelism.pipeline > 1 else None
+    return None
+
+
+def ranks_to_trace(job: JobSpec) -> tuple[int, ...]:
+    """Return the ranks of the pipeline axis whose steps are traced: the first, one between, and the last.
+
+    That between is the one with the most blocks in flight. Earlier ranks keep more micro-batches, later ones may have a block
+    more.
+    """
+    last, layout = job.layout.pipeline - 1, job.layout
+    num_layers: int = getattr(job.model.sizes, "num_layers", 1)
+    between = max(range(1, last), key=lambda rank: (last + 1 - rank) * layout.num_blocks_of(rank, num_layers), default=0)
+    return tuple(sorted({0, between, last}))
 
 
 def traces_of(found: Sequence[Candidate]) -> list[TraceRequest]:
-    """Return the requests to the planner's process, whose ids are the candidates' indices."""
+    """Return the requests to the planner's process. Their ids are the candidates' indices and the ranks of the pipeline."""
     return [
-        TraceRequest(id=str(index), job=candidate.spec)
+        TraceRequest(id=f"{index}.{rank}", job=candidate.spec, pipeline_rank=rank)
         for index, candidate in enumerate(found)
         if candidate.spec is not None and candidate.wants_peak and why_not_traced(candidate.spec) is None
+        for rank in ranks_to_trace(candidate.spec)
     ]
 
 
 def rows_of(found: Sequence[Candidate], pools: Sequence[PoolConfig], replies: Sequence[TraceReply]) -> list[PlanRow]:
     """Return the rows of candidates. replies: to the requests of `traces_of`."""
-    by_id = {reply.id: reply for reply in replies}
-    return [_row(candidate, pools, by_id.get(str(index))) for index, candidate in enumerate(found)]
+    by_candidate: list[dict[int, TraceReply]] = [{} for _ in found]
+    for reply in replies:
+        index, rank = map(int, reply.id.split("."))
+        by_candidate[index][rank] = reply
+    return [_row(candidate, pools, of_ranks) for candidate, of_ranks in zip(found, by_candidate, strict=True)]
 
 
-def _row(candidate: Candidate, pools: Sequence[PoolConfig], reply: TraceReply | None) -> PlanRow:
+def _row(candidate: Candidate, pools: Sequence[PoolConfig], replies: Mapping[int, TraceReply]) -> PlanRow:
+    """Return a candidate's row. replies: by the rank of the pipeline."""
     row = PlanRow(level=candidate.level, change=candidate.change, reason=candidate.reason)
     spec = candidate.spec
     if spec is None:
         return row
     try:
         states = states_of(spec, spec.model.sizes)
+        ranks = [states_of_rank(spec, spec.model.sizes, rank) for rank in range(spec.layout.pipeline)]
     except NotPlanned as error:
         return row.model_copy(update={"reason": str(error)})
-    peak = None if reply is None else reply.peak
+    peak = _peak_of_ranks(replies)
     reason = (candidate.wants_peak and why_not_traced(spec)) or ONLY_STATES
+    missing = next((reply.reason for reply in replies.values() if reply.peak is None), None)
     lower = sum(states.held.values()) if peak is None else max(peak.bytes, sum(states.held.values()))
     outside = {"framework": CONTEXT_BYTES, "communication": NCCL_BYTES if spec.resources.workers > 1 else 0}
     overhead = sum(outside.values())
     found = {
-        "reason": reason if reply is None else reply.reason,
+        "reason": missing if replies else reason,
         **_layers(spec),
         "states": states.held,
         "plain_bytes": states.plain,
@@ -281,7 +311,10 @@ def _row(candidate: Candidate, pools: Sequence[PoolConfig], reply: TraceReply | 
         "lower_bytes": lower,
         "upper_bytes": None if peak is None else _upper(lower, overhead),
         "overhead_bytes": None if peak is None else outside | {"fragmentation": _upper(lower, 0) - lower},
-        "states_agree": None if peak is None else _agrees(states, peak),
+        "states_agree": None
+        if peak is None
+        else all(_agrees(ranks[rank], reply.peak) for rank, reply in replies.items() if reply.peak is not None),
+        "stages": _stages(spec, ranks, replies) if spec.layout.pipeline > 1 else (),
         "fits": tuple(
             _fit(pool, lower, 0 if pool.accelerator == "cpu" else overhead, peak, spec).model_copy(
                 update={
@@ -294,6 +327,29 @@ def _row(candidate: Candidate, pools: Sequence[PoolConfig], reply: TraceReply | 
         ),
     }
     return row.model_copy(update=found)
+
+
+def _peak_of_ranks(replies: Mapping[int, TraceReply]) -> Peak | None:
+    """Return the largest peak of a job's ranks, whose micro-batch must fit all of them; None unless all are known."""
+    peaks = [reply.peak for reply in replies.values() if reply.peak is not None]
+    if not peaks or len(peaks) < len(replies):
+        return None
+    lines = tuple(line for peak in peaks for line in peak.by_micro_batch)
+    return max(peaks, key=lambda peak: peak.bytes).model_copy(update={"by_micro_batch": lines})
+
+
+def _stages(spec: JobSpec, ranks: Sequence[States], replies: Mapping[int, TraceReply]) -> tuple[StagePlan, ...]:
+    num_layers: int = getattr(spec.model.sizes, "num_layers", 1)
+    peaks = {rank: reply.peak for rank, reply in replies.items() if reply.peak is not None}
+    return tuple(
+        StagePlan(
+            pipeline_rank=rank,
+            num_blocks=spec.layout.num_blocks_of(rank, num_layers),
+            states=states.held,
+            peak_bytes=peaks[rank].bytes if rank in peaks else None,
+        )
+        for rank, states in enumerate(ranks)
+    )
 
 
 def _layers(spec: JobSpec) -> dict[str, Any]:

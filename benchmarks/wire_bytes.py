@@ -23,7 +23,7 @@ from octet.worker import memory_report, parallelize
 from octet.worker.optim import walker
 from octet.worker.optim.states import OptimizerStates
 from octet.worker.planning.fake_gpu import answer_host, fake_tensors
-from octet.worker.planning.trace import first_of, with_fake_values
+from octet.worker.planning.trace import one_of, with_fake_values
 
 COUNTED_LAYERS = (2, 3)
 """A step of each is counted; each further layer adds their difference. So a model of 96 layers takes seconds.
@@ -78,7 +78,7 @@ def _in_fp32(found: Traffic) -> Traffic:
 
 def count_whole(sizes: GPTSizes, level: str, zero_stage: int, num_ranks: int, wide: WideDtype = "fp32") -> Traffic:
     """Count every layer; `count` extrapolates from two and three."""
-    with first_of(num_ranks), fake_tensors(), _HostReads(), _without_arithmetic():
+    with one_of(num_ranks), fake_tensors(), _HostReads(), _without_arithmetic():
         return step(sizes, level, zero_stage, wide, num_steps=1)
 
 

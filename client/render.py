@@ -553,6 +553,10 @@ def _peak_lines(rows: Sequence[PlanRow]) -> Iterable[str]:
         held = ", ".join(f"{kind.replace('_', ' ')} {num_bytes(count)}" for kind, count in found if count)
         if held:
             yield f"{row.level} at the peak: {held}"
+        for stage in row.stages if held else ():
+            peak = "" if stage.peak_bytes is None else f", peak {num_bytes(stage.peak_bytes)}"
+            states = num_bytes(sum(stage.states.values()))
+            yield f"  rank {stage.pipeline_rank} of the pipeline: {stage.num_blocks} blocks, states {states}{peak}"
 
 
 def _fit_lines(row: PlanRow, plan: Plan) -> Iterable[str]:

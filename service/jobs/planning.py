@@ -136,7 +136,7 @@ class Planner:
         return rows
 
     async def _reply(self, request: TraceRequest) -> TraceReply:
-        key = request.job.model_dump_json(include=_TRACED_PARTS, exclude=_NOT_TRACED)
+        key = f"{request.pipeline_rank} {request.job.model_dump_json(include=_TRACED_PARTS, exclude=_NOT_TRACED)}"
         reply = self._kept.get(key) or await self._ask(key, request)
         return reply.model_copy(update={"id": request.id})
 

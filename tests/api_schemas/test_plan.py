@@ -28,7 +28,7 @@ from octet.api_schemas.plan import (
     traces_of,
     with_remedies,
 )
-from octet.api_schemas.planned_states import states_of
+from octet.api_schemas.planned_states import states_of, states_of_rank
 from octet.api_schemas.resources import PoolConfig
 
 ORDER = ("no", "unknown", "tight", "yes")
@@ -126,8 +126,36 @@ def test_states_that_differ_from_the_trace_are_marked() -> None:
     found = candidates(PlanRequest(job=spec, levels=("O2",)))
     more = peak.model_copy(update={"before": peak.before + peak.held["weights"]})
     for traced in (wrong, more):
-        (row,) = rows_of(found, [], [TraceReply(id="0", peak=traced)])
+        (row,) = rows_of(found, [], [TraceReply(id="0.0", peak=traced)])
         assert row.states_agree is False
+
+
+def test_each_rank_of_a_pipeline_is_planned_and_the_largest_decides() -> None:
+    """GPT-125M has 12 blocks, which five ranks divide into 2, 2, 3, 2 and 3."""
+    training = {"steps": 1, "global_batch_size": 8, "micro_batch_size": 1, "sequence_length": 1024}
+    spec = job(workers=5, parallelism={"pipeline": 5}, training=training)
+    found = candidates(PlanRequest(job=spec, levels=("O2",)))
+    requests = traces_of(found)
+    assert [request.pipeline_rank for request in requests] == [0, 2, 4], "3 blocks keep more than 2 for one micro-batch more"
+    states = [states_of_rank(spec, spec.model.sizes, rank) for rank in range(5)]
+    peaks = {
+        rank: Peak(
+            bytes=sum(states[rank].held.values()) + activations,
+            by_class=states[rank].held | {"activations": activations},
+            before=sum(states[rank].held.values()) - states[rank].held["gradients"],
+            held=states[rank].held,
+            by_micro_batch=(PeakLine(base=10**8, growth=growth),),
+        )
+        for rank, activations, growth in ((0, 10**10, 10**9), (2, 10**9, 10**8), (4, 10**9, 2 * 10**9))
+    }
+    replies = [TraceReply(id=request.id, peak=peaks[request.pipeline_rank]) for request in requests]
+    (row,) = rows_of(found, [pool(20 * 10**9)], replies)
+    assert [stage.num_blocks for stage in row.stages] == [2, 2, 3, 2, 3]
+    assert [stage.peak_bytes for stage in row.stages] == [peaks[rank].bytes if rank in peaks else None for rank in range(5)]
+    assert (row.peak_bytes, row.states_agree) == (peaks[0].bytes, True)
+    assert row.fits[0].largest_micro_batch == peaks[4].largest_micro_batch(1, int(20 * 10**9 / FRAGMENTATION))
+    (without,) = rows_of(found, [], [*replies[:2], TraceReply(id=replies[2].id, reason="it was late")])
+    assert (without.peak_bytes, without.reason) == (None, "it was late")
 
 
 def test_changes_are_asked_for_only_if_the_job_may_not_fit_and_those_that_fit_are_shown() -> None:

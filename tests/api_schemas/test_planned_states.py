@@ -16,6 +16,7 @@ from octet.api_schemas.catalog import model_families
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.shapes import ParameterShape
+from octet.api_schemas.plan import PlanRequest, candidates, rows_of
 from octet.api_schemas.planned_states import NUM_MEASURES, NotPlanned, States, states_of, states_of_rank, validated
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.fp8.layout import layout_of
@@ -287,17 +288,22 @@ def trained(rank: int, port: int, folder: str, document: dict[str, Any]) -> None
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("parallelism", [{"pipeline": 2}, {"zero_stage": 1}], ids=str)
-def test_real_ranks_of_a_job(parallelism: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "parallelism", [{"pipeline": 2}, {"pipeline": 2, "schedule": "interleaved"}, {"zero_stage": 1}], ids=str
+)
+def test_real_ranks_of_a_job_hold_what_each_of_them_was_planned(parallelism: dict[str, Any], tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus")
-    model = GPT | {"vocab_size": 256, "num_layers": 3}
+    model = GPT | {"vocab_size": 256, "num_layers": 4 if "schedule" in parallelism else 3}
     spec = job(
         model, "O3", 2, parallelism=parallelism, data={"path": str(corpus)}, training={"micro_batch_size": 1, "eval_batches": 1}
     )
     run_ranks(trained, (free_port(), str(tmp_path), spec.model_dump(mode="json")), 2)
-    for rank in range(spec.parallelism.pipeline):
-        held = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert states_of_rank(spec, spec.model.sizes, rank).held == held
+    reported = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(spec.parallelism.pipeline)]
+    assert [states_of_rank(spec, spec.model.sizes, rank).held for rank in range(spec.parallelism.pipeline)] == reported
+    (row,) = rows_of(candidates(PlanRequest(job=spec, levels=("O3",))), [], [])
+    assert [stage.states for stage in row.stages] == (reported if spec.parallelism.pipeline > 1 else [])
+    assert row.states in reported
+    assert sum((row.states or {}).values()) == max(sum(held.values()) for held in reported), "the largest decides"
 
 
 def test_what_only_a_rank_knows_is_not_planned() -> None:

@@ -14,7 +14,7 @@ from octet.api_schemas.catalog import model_families
 from octet.api_schemas.curve import Curve, CurveEvaluations
 from octet.api_schemas.job_plan import JobPlan, StepRange
 from octet.api_schemas.levels import LEVELS
-from octet.api_schemas.plan import Plan, PlanRow
+from octet.api_schemas.plan import Plan, PlanRow, StagePlan
 from octet.api_schemas.rows import Row
 from octet.client import render
 from octet.client.text import duration, num_bytes, number, printable
@@ -256,7 +256,11 @@ def test_a_plan_is_shown_beside_what_was_measured(make_job: MakeJob, make_summar
 def test_a_plan_names_converted_layers_once_for_levels_that_convert_the_same() -> None:
     left = {"excluded by name": 4}
     rows = [
-        PlanRow(level="bf16-amp", peak_by_class={"weights": 10**9, "master_weights": 0, "activations": 3 * 10**9}),
+        PlanRow(
+            level="bf16-amp",
+            peak_by_class={"weights": 10**9, "master_weights": 0, "activations": 3 * 10**9},
+            stages=(StagePlan(pipeline_rank=0, num_blocks=12, states={"weights": 10**9}, peak_bytes=4 * 10**9),),
+        ),
         *(PlanRow(level=level, converted_layers=44, left_layers=left) for level in ("O1", "O2")),
         PlanRow(level="O3", converted_layers=48, left_layers={}),
     ]
@@ -264,6 +268,7 @@ def test_a_plan_names_converted_layers_once_for_levels_that_convert_the_same() -
     assert "O1, O2: 44 linear layers converted; 4 left in 16 bits, excluded by name" in shown
     assert "O3: 48 linear layers converted" in shown
     assert "bf16-amp at the peak: activations 3 GB, weights 1 GB" in shown
+    assert "  rank 0 of the pipeline: 12 blocks, states 1 GB, peak 4 GB" in shown
 
 
 def test_states_in_host_memory_have_a_line_of_their_own(make_job: MakeJob, make_summary: MakeSummary) -> None:

@@ -309,12 +309,10 @@ def test_a_job_that_nobody_planned_is_measured_by_its_states(world: World, clien
         ({"resources": {"pool": "cpu"}}, "pools with memory_per_device_bytes: h100"),
         (
             {
-                "model": {"preset": "gpt-tiny"},
-                "training": {"steps": 1, "global_batch_size": 2, "micro_batch_size": 1, "sequence_length": 32},
-                "resources": {"pool": "h100", "workers": 2},
-                "parallelism": {"pipeline": 2},
+                "model": {"family": "huggingface", "architecture": "llama", "config": {"vocab_size": 256}},
+                "resources": {"pool": "h100"},
             },
-            "parallelism.pipeline are not traced",
+            "steps of family huggingface are not traced",
         ),
     ],
 )

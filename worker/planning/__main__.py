@@ -18,7 +18,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
-from octet.api_schemas import JobSpec
 from octet.api_schemas.plan import TraceReply, TraceRequest
 from octet.worker.planning.curve import Moment
 from octet.worker.planning.fake_gpu import fake_gpu
@@ -106,7 +105,7 @@ class Planner:
         parent = os.getpid()
         process_id = os.fork()
         if not process_id:
-            _trace_in_child(parent, plan.request.job, num_sequences, result)
+            _trace_in_child(parent, plan.request, num_sequences, result)
         descriptor = os.pidfd_open(process_id)
         self.children[descriptor] = Child(process_id, plan, num_sequences, result)
         self.selector.register(descriptor, selectors.EVENT_READ)
@@ -132,18 +131,18 @@ def _note(plan: Plan, num_sequences: int, found: list[Trace] | str) -> None:
         plan.fail(found)
         return
     plan.traces[num_sequences] = found
-    job = plan.request.job
+    job, pipeline_rank = plan.request.job, plan.request.pipeline_rank
     _, sequences = counts(job)
     if plan.traces.keys() == set(sequences):
         try:
-            peak = peak_of(job, [plan.traces[number] for number in sequences])
+            peak = peak_of(job, [plan.traces[number] for number in sequences], pipeline_rank)
         except ValueError as error:
             plan.fail(f"its traces do not fit each other: {error}")
         else:
             plan.answer(TraceReply(id=plan.request.id, peak=peak))
 
 
-def _trace_in_child(parent: int, job: JobSpec, num_sequences: int, result: int) -> NoReturn:
+def _trace_in_child(parent: int, request: TraceRequest, num_sequences: int, result: int) -> NoReturn:
     """Write the traces of a job, or the reason for which there are none, and end."""
     _leave(parent)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
@@ -151,7 +150,7 @@ def _trace_in_child(parent: int, job: JobSpec, num_sequences: int, result: int) 
     signal.alarm(DEADLINE_S)
     found: list[Trace] | str
     try:
-        found = traces_of(job, num_sequences)
+        found = traces_of(request.job, num_sequences, request.pipeline_rank)
     except NotTraced as error:
         found = str(error)
     except Exception as error:  # noqa: BLE001 - whatever a step raises is the answer

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -38,6 +39,8 @@ class Curve(LiveBytes):
         self.num_words = num_words
         self._by_phase: list[list[tuple[str, int]]] = []
         """By phase: ops, and the bytes alive after each."""
+        self._kinds: list[str] = []
+        """By phase: forward, backward or update."""
         self._num_ops = 0
         self._changes: list[tuple[int, int, int]] = []
         """The ops before it, the number of a storage, and the bytes by which it changed."""
@@ -62,12 +65,13 @@ class Curve(LiveBytes):
             self._numbers[key] = self._add(kinds.get(key, "other"), BEFORE)
             self._changes.append((0, self._numbers[key], allocation.num_bytes))
 
-    def begin(self) -> None:
-        """Begin a phase: forward and backward passes in turn, then the update."""
-        if len(self._by_phase) % 2:
+    def begin(self, kind: str) -> None:
+        """Begin a phase: "forward", "backward" or "update". The first backward op after a forward pass begins one, too."""
+        if self._kinds and self._kinds[-1] == "forward":
             for number in self._numbers.values():
-                if self._made_in[number] == len(self._by_phase) - 1 and self._classes[number] in ("temporary", "communication"):
+                if self._made_in[number] == len(self._kinds) - 1 and self._classes[number] in ("temporary", "communication"):
                     self._classes[number] = "activations"
+        self._kinds.append(kind)
         self._by_phase.append([])
 
     def phases(self) -> list[list[Moment]]:
@@ -105,6 +109,8 @@ class Curve(LiveBytes):
             self._gathered.pop(key, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._kinds and self._kinds[-1] == "forward" and torch._C._current_graph_task_id() != -1:
+            self.begin("backward")
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is NotImplemented or not self._by_phase:
             return result

@@ -30,32 +30,32 @@ class Moments(NamedTuple):
     by_class: dict[str, int]
 
 
-def traces_of(spec: JobSpec, num_sequences: int) -> list[Trace]:
+def traces_of(spec: JobSpec, num_sequences: int, pipeline_rank: int = 0) -> list[Trace]:
     """Return the traces of a step with so many sequences, one for each number of blocks. Raises NotTraced."""
     blocks, _ = counts(spec)
-    return [trace(spec, num_blocks, num_sequences) for num_blocks in blocks]
+    return [trace(spec, num_blocks, num_sequences, pipeline_rank) for num_blocks in blocks]
 
 
-def peak_of(spec: JobSpec, traces: Sequence[Sequence[Trace]]) -> Peak:
-    """Return the peak of a job's step on its first rank. traces: for each number of sequences, those of `traces_of`."""
+def peak_of(spec: JobSpec, traces: Sequence[Sequence[Trace]], pipeline_rank: int = 0) -> Peak:
+    """Return the peak of a job's step on a rank of the pipeline. traces: for each number of sequences, those of `traces_of`."""
     blocks, _ = counts(spec)
-    found = extrapolate(traces, blocks, depth_of(spec))
+    found = extrapolate(traces, blocks, depth_of(spec, pipeline_rank))
     peak = max(first for first, _ in found.moments)
     lines = _largest({(2 * first - second, second - first) for first, second in found.moments})
     by_micro_batch = tuple(PeakLine(base=base, growth=growth) for base, growth in lines)
     return Peak(bytes=peak, by_class=found.by_class, before=found.before, held=found.held, by_micro_batch=by_micro_batch)
 
 
-def depth_of(spec: JobSpec) -> int:
-    """Return the number of blocks of the job's model."""
+def depth_of(spec: JobSpec, pipeline_rank: int = 0) -> int:
+    """Return the number of blocks that a rank of the pipeline holds; without one, of the job's model."""
     sizes: Any = spec.model.sizes  # of the families that are traced
-    return int(sizes.num_layers)
+    return spec.layout.num_blocks_of(pipeline_rank, int(sizes.num_layers))
 
 
 def counts(spec: JobSpec) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the numbers of blocks, and of sequences, that are traced. At ZeRO 3 the first blocks differ from the rest."""
-    size = spec.batch.micro_batch_size
-    return ((3, 4) if spec.parallelism.zero_stage == 3 else (2, 3)), (size, 2 * size)
+    """Return the traced numbers of a rank's blocks, and of sequences. At ZeRO 3 the first blocks differ from the rest."""
+    size, runs = spec.batch.micro_batch_size, spec.layout.stages_per_rank
+    return ((3, 4) if spec.parallelism.zero_stage == 3 else (2 * runs, 3 * runs)), (size, 2 * size)
 
 
 def extrapolate(traces: Sequence[Sequence[Trace]], blocks: tuple[int, int], depth: int) -> Moments:

@@ -4,30 +4,37 @@ What runs is the runtime's own conversion, options, parallelism and step, eager.
 keeps is counted from its start, so its first curve is that of the second.
 """
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from octet.api_schemas import JobSpec
+from octet.api_schemas import JobSpec, Layout
 from octet.api_schemas.plan import why_not_traced
 from octet.worker.fp8 import weights
 from octet.worker.mesh import Axes
 from octet.worker.metrics.memory import memory_report
 from octet.worker.models import TrainedModel, build_model
 from octet.worker.models.initial import parameters_on_meta
+from octet.worker.models.model import Part
 from octet.worker.optim import build_optimizer
 from octet.worker.optim.schedule import parameter_groups
 from octet.worker.parallel import Parallel, on_mesh, tensor
+from octet.worker.parallel.pipeline import parallel as pipeline_parallel
 from octet.worker.planning.curve import Curve, Moment
 from octet.worker.planning.fake_gpu import DEVICE_TYPE, fake_gpu
 from octet.worker.planning.fake_gpu import device as register
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.memory_options import prepare_steps
+
+if TYPE_CHECKING:
+    from octet.worker.parallel.pipeline.schedule import PipelineRun  # loads torch's pipelining, which takes a second
 
 NUM_DOCUMENTS = 16
 """Documents of a packed row. The data, which is not read here, has other numbers; tensors of a step hardly depend on them."""
@@ -57,19 +64,25 @@ def check(spec: JobSpec) -> None:
         raise NotTraced(reason)
 
 
-def trace(spec: JobSpec, num_blocks: int, num_sequences: int) -> Trace:
-    """Trace the step of a job's first rank with so many blocks, and sequences in a forward pass. Raises NotTraced."""
+def trace(spec: JobSpec, num_blocks: int, num_sequences: int, pipeline_rank: int = 0) -> Trace:
+    """Trace the step of a rank with so many blocks, and sequences in a forward pass. Raises NotTraced.
+
+    pipeline_rank: of the first rank that holds those stages; all ranks of the pipeline get as many blocks.
+    """
     check(spec)
+    rank = spec.layout.group("pipeline", 0)[pipeline_rank]
     # Collectives in hooks abort on autograd's own threads.
     on_one_thread = torch.autograd.set_multithreading_enabled(False)
-    with first_of(spec.resources.workers), fake_gpu() as device, with_fake_values(), on_one_thread:
+    with one_of(spec.resources.workers, rank), fake_gpu() as device, with_fake_values(), on_one_thread:
         live = Curve(_num_words(spec))
         with live:
-            model, optimizer, parallel = _build(spec, num_blocks, device)
+            model, optimizer, parallel = _build(spec, num_blocks * spec.layout.pipeline, rank, device)
+            if parallel.pipeline is not None:
+                gc.collect()  # modules of other stages that refer to each other
             return _step(spec, num_sequences, model, optimizer, parallel, live)
 
 
-def _build(spec: JobSpec, num_blocks: int, device: torch.device) -> tuple[TrainedModel, Any, Parallel]:
+def _build(spec: JobSpec, num_blocks: int, rank: int, device: torch.device) -> tuple[TrainedModel, Any, Parallel]:
     """Build and convert the model as a job does, with parameters that have no values."""
     training, sizes = spec.training, spec.model.sizes.model_copy(update={"num_layers": num_blocks})
     fields = {name: value for name, value in sizes if name in type(spec.model).model_fields}
@@ -87,33 +100,84 @@ def _build(spec: JobSpec, num_blocks: int, device: torch.device) -> tuple[Traine
     assert prepared.optimizer is not None
     eager = training.model_copy(update={"compile": "off"})
     prepare_steps(prepared.model, prepared.optimizer, eager, device)
-    mesh = Axes.of_layout(spec.layout, 0, device)
+    mesh = Axes.of_layout(spec.layout, rank, device)
     return model, prepared.optimizer, on_mesh(prepared.model, prepared.optimizer, mesh, spec.parallelism)
 
 
 def _step(spec: JobSpec, num_sequences: int, model: TrainedModel, optimizer: Any, parallel: Parallel, live: Curve) -> Trace:
     """Take one step. Returns its curve."""
-    num_passes, device = min(spec.batch.num_micro_batches, MOST_PASSES), parallel.replicas.device
+    device = parallel.replicas.device
     shape = (num_sequences, spec.training.sequence_length + 1)
     before = live.num_bytes
     live.begin_step(model, optimizer)
-    for index in range(num_passes):
-        live.begin()
+
+    def batch() -> dict[str, Tensor]:
         tokens_BT = torch.randint(0, 2, shape, device=device)
-        batch = {"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}
+        samples = {"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}
         if spec.data.is_packed:
-            batch["documents"] = torch.zeros(num_sequences, NUM_DOCUMENTS, dtype=torch.int32, device=device)
-        with parallel.no_sync(index < num_passes - 1):
-            loss = model.loss(batch).loss / num_passes
-            live.begin()
-            loss.backward()
-    live.begin()
+            samples["documents"] = torch.zeros(num_sequences, NUM_DOCUMENTS, dtype=torch.int32, device=device)
+        return samples
+
+    if parallel.pipeline is None:
+        _pass_alone(min(spec.batch.num_micro_batches, MOST_PASSES), batch, model, parallel, live)
+    else:
+        _pass_on(spec.batch.num_micro_batches, batch, parallel, parallel.pipeline, live)
+    live.begin("update")
     parallel.synchronize()
     if spec.training.gradient_clip is not None:
         parallel.clip_grad_norm_(spec.training.gradient_clip)
     optimizer.step()
     parallel.publish()
     return Trace(live.phases(), before, memory_report(model, optimizer))
+
+
+def _pass_alone(
+    num_passes: int, batch: Callable[[], dict[str, Tensor]], model: TrainedModel, parallel: Parallel, live: Curve
+) -> None:
+    """Pass micro-batches forward and backward, one after the other."""
+    for index in range(num_passes):
+        live.begin("forward")
+        samples = batch()
+        with parallel.no_sync(index < num_passes - 1):
+            loss = model.loss(samples).loss / num_passes
+            live.begin("backward")
+            loss.backward()
+
+
+def _pass_on(
+    num_passes: int, batch: Callable[[], dict[str, Tensor]], parallel: Parallel, pipeline: "PipelineRun", live: Curve
+) -> None:
+    """Pass micro-batches through the rank's stages in the order of its schedule: no more than `most_passes`.
+
+    torch keeps a buffer for what each micro-batch receives, so those of the others are allocated.
+    """
+    live.begin("forward")
+    batches = [batch() for _ in range(num_passes)]
+    borders, num_traced = pipeline.borders(batches[0]), min(num_passes, most_passes(pipeline.layout))
+
+    def compute(index: int, part: Part, hidden_BTD: Tensor | None) -> Tensor:
+        live.begin("forward")
+        if part.is_last:
+            return pipeline.split.loss(part, batches[index], hidden_BTD).loss / num_passes
+        return pipeline.split.output(part, batches[index], hidden_BTD)
+
+    received = [
+        border
+        for stage, part in pipeline.stages.parts.items()
+        for border, is_received in ((borders[stage], not part.is_first), (borders[stage + 1], not part.is_last))
+        if is_received
+    ]
+    buffers = [
+        torch.empty(num_passes - num_traced, *shape, dtype=dtype, device=parallel.replicas.device) for shape, dtype in received
+    ]
+    with parallel.no_sync(), torch.enable_grad():
+        pipeline.run(compute, num_traced, borders)
+    del buffers
+
+
+def most_passes(layout: Layout) -> int:
+    """Return the micro-batches after which every further one finds as many in flight, and all gradients."""
+    return 3 * layout.pipeline if layout.stages_per_rank > 1 else layout.pipeline + 2
 
 
 def _num_words(spec: JobSpec) -> int | None:
@@ -129,20 +193,21 @@ def with_fake_values() -> Iterator[None]:
         for owner, name, replacement in (
             (weights, "PIECE_ELEMENTS", WHOLE),  # else each weight is encoded in hundreds of pieces
             (tensor, "check_unused", lambda _optimizer: None),  # it reads the number of steps taken
+            (pipeline_parallel, "check_unused", lambda _optimizer: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield
 
 
 @contextmanager
-def first_of(num_ranks: int) -> Iterator[None]:
-    """Make a process group in which only the first rank exists, for tensors on the fake device too."""
+def one_of(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """Make a process group in which only one rank exists, for tensors on the fake device too."""
     if num_ranks == 1:
         yield
         return
     register()  # the backend is for its type
     backend = f"cpu:fake,{DEVICE_TYPE}:fake"
-    dist.init_process_group(backend, rank=0, world_size=num_ranks, store=FakeStore())
+    dist.init_process_group(backend, rank=rank, world_size=num_ranks, store=FakeStore())
     try:
         yield
     finally:

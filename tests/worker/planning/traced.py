@@ -10,16 +10,21 @@ from torch.utils._pytree import tree_leaves
 
 from octet.api_schemas import JobSpec
 from octet.api_schemas.plan import PEAK_CLASSES
-from octet.api_schemas.planned_states import states_of
+from octet.api_schemas.planned_states import states_of_rank
 from octet.worker.planning import trace as trace_module
 from octet.worker.planning.moments import counts, depth_of, extrapolate, peak_of, traces_of
 from octet.worker.planning.trace import trace
 
 NUM_BLOCKS = 6
-GPT = {"hidden_size": 2048, "num_layers": NUM_BLOCKS, "num_heads": 4, "vocab_size": 512, "max_sequence_length": 64}
+GPT = {"hidden_size": 2048, "num_layers": NUM_BLOCKS, "num_heads": 4, "vocab_size": 640, "max_sequence_length": 64}
 LLAMA = GPT | {"family": "llama", "num_key_value_heads": 2, "intermediate_size": 5632}
 SAVING = {"fused_loss": True, "saved_activations": "fp8", "gradient_release": True, "gradient_clip": None}
 ALL_FP8 = {"auto_filter": False}
+IN_STAGES = {
+    **{"model": GPT | {"num_layers": 16}, "workers": 3, "parallelism": {"pipeline": 3}},
+    "training": {"micro_batch_size": 1, "global_batch_size": 8},
+}
+"""Ranks with 5, 5 and 6 blocks, and more micro-batches than are traced."""
 CASES: dict[str, dict[str, Any]] = {
     **{f"gpt {level}": {"level": level} for level in ("fp32", "fp16-amp", "bf16-amp", "O1", "O2", "O3-split-8bit")},
     **{f"llama {level}": {"model": LLAMA, "level": level} for level in ("te", "O2-8bit", "O3", "O3-split")},
@@ -34,6 +39,11 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO 3": {"model": LLAMA, "workers": 4, "parallelism": {"zero_stage": 3}},
     "context": {"model": LLAMA, "workers": 2, "parallelism": {"context": 2}},
     "context, ZeRO 1": {"workers": 4, "parallelism": {"context": 2, "zero_stage": 1}},
+    **{f"pipeline, rank {rank}": IN_STAGES | {"pipeline_rank": rank} for rank in range(3)},
+    "pipeline, interleaved": {
+        **{"model": LLAMA | {"num_layers": 24}, "workers": 8, "training": {"micro_batch_size": 1, "global_batch_size": 16}},
+        "parallelism": {"pipeline": 2, "schedule": "interleaved", "tensor": 2, "zero_stage": 1, "sequence": True},
+    },
     "tensor": {"model": LLAMA, "workers": 2, "parallelism": {"tensor": 2, "sequence": True}},
 }
 
@@ -53,11 +63,13 @@ def spec_of(model: Any = GPT, level: str = "O2", workers: int = 1, training: Any
     return JobSpec.model_validate(document)
 
 
-def found(spec: JobSpec) -> dict[str, Any]:
+def found(pipeline_rank: int = 0, **case: Any) -> dict[str, Any]:
     """Return the peak and the states, extrapolated and with all blocks, and the states in closed form."""
+    spec = spec_of(**case)
     blocks, (few, _) = counts(spec)
-    moments = extrapolate([[trace(spec, number, few) for number in blocks]], blocks, depth_of(spec))
-    whole = trace(spec, NUM_BLOCKS, few)
+    depth = depth_of(spec, pipeline_rank)
+    moments = extrapolate([traces_of(spec, few, pipeline_rank)], blocks, depth)
+    whole = trace(spec, depth, few, pipeline_rank)
     whole_peak = max((moment for phase in whole.phases for moment in phase), key=lambda moment: moment.num_bytes)
     return {
         "by_class": moments.by_class,
@@ -67,7 +79,7 @@ def found(spec: JobSpec) -> dict[str, Any]:
         "before": (moments.before, whole.num_bytes_before),
         "held": moments.held,
         "whole_held": whole.held,
-        "planned": states_of(spec, spec.model.sizes).held,
+        "planned": states_of_rank(spec, spec.model.sizes, pipeline_rank).held,
     }
 
 
@@ -109,4 +121,4 @@ def packed(model: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     name = sys.argv[1]
     functions = {"wider": wider, "packed gpt": lambda: packed(GPT), "packed llama": lambda: packed(LLAMA)}
-    sys.stdout.write(json.dumps(functions[name]() if name in functions else found(spec_of(**CASES[name]))))
+    sys.stdout.write(json.dumps(functions[name]() if name in functions else found(**CASES[name])))
