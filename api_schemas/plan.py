@@ -11,12 +11,15 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from octet.api_schemas.base import Contract
+from octet.api_schemas.base import Contract, SpecConflict
+from octet.api_schemas.data.files import Files
 from octet.api_schemas.devices import DEVICES
 from octet.api_schemas.job import JobSpec
 from octet.api_schemas.job_plan import JobPlan, StepRange, Verdict
 from octet.api_schemas.levels import AUTOMATIC, LEVELS
 from octet.api_schemas.measured import Bytes
+from octet.api_schemas.models import FamilySizes
+from octet.api_schemas.models.huggingface import CountedSizes, HuggingFaceSizes, HuggingFaceSpec, NetworkShapes
 from octet.api_schemas.planned_states import CLASSES, NotPlanned, States, states_of, states_of_rank, why_left
 from octet.api_schemas.precision import LevelName
 from octet.api_schemas.problem import explain
@@ -35,7 +38,7 @@ NCCL_BYTES = 4_340_000_000
 FP8_CAPABILITY = (8, 9)
 PEAK_CLASSES = (*CLASSES, "activations", "logits", "communication", "temporary")
 """Classes of the bytes at a step's peak: those of `memory_report`, and four of tensors that are freed within the step."""
-TRACED_FAMILIES = ("gpt", "llama")
+TRACED_FAMILIES = ("gpt", "llama", "huggingface")
 ONLY_STATES = "only states: name the level to trace its peak"
 
 
@@ -73,19 +76,24 @@ class Peak(Contract):
 
 
 class TraceRequest(Contract):
-    """One line to the planner's process. pipeline_rank: whose stages are traced."""
+    """One line to the planner's process, which opens no file.
+
+    pipeline_rank: whose stages are traced. config: the content of config.json in the model's folder, if it has one.
+    """
 
     id: str
     job: JobSpec
     pipeline_rank: int = 0
+    config: dict[str, Any] | None = None
 
 
 class TraceReply(Contract):
-    """One line from the planner's process: the peak, or why there is none."""
+    """One line from the planner's process: the peak, or why there is none. network: of a model that transformers builds."""
 
     id: str
     peak: Peak | None = None
     reason: str | None = None
+    network: NetworkShapes | None = None
 
 
 class Fit(Contract):
@@ -118,6 +126,7 @@ class PlanRow(Contract):
     level: LevelName
     change: str | None = Field(default=None, description="the field that differs from the job's")
     reason: str | None = Field(default=None, description="why the row, or its peak, is not known")
+    possible: bool = Field(default=True, description="false if the job's options or its pool's devices rule the level out")
     converted_layers: int | None = Field(default=None, description="linear layers in FP8; null at levels that convert none")
     left_layers: dict[str, int] | None = Field(default=None, description="linear layers in 16 bits, by the reason")
     states: dict[str, int] | None = Field(default=None, description="held at the update, by class of memory_report")
@@ -245,6 +254,8 @@ def why_not_traced(job: JobSpec) -> str | None:
     """Return why a job's step does not run on a fake GPU, at whatever level it is; None if it does."""
     if job.model.family not in TRACED_FAMILIES:
         return f"steps of family {job.model.family} are not traced; those of {', '.join(TRACED_FAMILIES)} are"
+    if job.adapter is not None:
+        return "steps with adapters are not traced"
     if job.precision.is_resolved and job.precision.storage.engine != "octet":
         return f"level {job.precision.level} runs {job.precision.storage.engine}'s layers, not traced yet"
     return None
@@ -272,35 +283,64 @@ def traces_of(found: Sequence[Candidate]) -> list[TraceRequest]:
     ]
 
 
+def read_configs(requests: Sequence[TraceRequest], files: Files) -> tuple[list[TraceRequest], list[TraceReply]]:
+    """Return the requests with what config.json says in models' folders, and replies to those whose folder cannot be read."""
+    readable, replies = [], []
+    for request in requests:
+        model = request.job.model
+        if not isinstance(model, HuggingFaceSpec) or model.path is None:
+            readable.append(request)
+            continue
+        try:
+            readable.append(request.model_copy(update={"config": model.read_config(files)}))
+        except (SpecConflict, OSError) as error:
+            replies.append(TraceReply(id=request.id, reason=f"its folder is not read: {error}"))
+    return readable, replies
+
+
 def rows_of(found: Sequence[Candidate], pools: Sequence[PoolConfig], replies: Sequence[TraceReply]) -> list[PlanRow]:
     """Return the rows of candidates. replies: to the requests of `traces_of`."""
     by_candidate: list[dict[int, TraceReply]] = [{} for _ in found]
     for reply in replies:
         index, rank = map(int, reply.id.split("."))
         by_candidate[index][rank] = reply
-    return [_row(candidate, pools, of_ranks) for candidate, of_ranks in zip(found, by_candidate, strict=True)]
+    traced = [
+        (candidate.spec.model, reply.network)
+        for candidate, of_ranks in zip(found, by_candidate, strict=True)
+        for reply in of_ranks.values()
+        if candidate.spec is not None and reply.network is not None and not reply.network.is_of_level
+    ]
+    rows = []
+    for candidate, of_ranks in zip(found, by_candidate, strict=True):
+        own = None if candidate.spec is None else candidate.spec.model
+        shared = next((network for model, network in traced if model == own), None)
+        rows.append(_row(candidate, pools, of_ranks, shared))
+    return rows
 
 
-def _row(candidate: Candidate, pools: Sequence[PoolConfig], replies: Mapping[int, TraceReply]) -> PlanRow:
-    """Return a candidate's row. replies: by the rank of the pipeline."""
+def _row(
+    candidate: Candidate, pools: Sequence[PoolConfig], replies: Mapping[int, TraceReply], network: NetworkShapes | None
+) -> PlanRow:
+    """Return a candidate's row. replies: by the rank of the pipeline. network: as the trace of another level has found it."""
     row = PlanRow(level=candidate.level, change=candidate.change, reason=candidate.reason)
     spec = candidate.spec
     if spec is None:
-        return row
+        return row.model_copy(update={"possible": False})
+    missing = next((reply.reason for reply in replies.values() if reply.peak is None), None)
+    sizes = sizes_with(spec, next((reply.network for reply in replies.values()), None) or network)
     try:
-        states = states_of(spec, spec.model.sizes)
-        ranks = [states_of_rank(spec, spec.model.sizes, rank) for rank in range(spec.layout.pipeline)]
+        states = states_of(spec, sizes)
+        ranks = [states_of_rank(spec, sizes, rank) for rank in range(spec.layout.pipeline)]
     except NotPlanned as error:
-        return row.model_copy(update={"reason": str(error)})
+        return row.model_copy(update={"reason": missing or str(error)})
     peak = _peak_of_ranks(replies)
     reason = (candidate.wants_peak and why_not_traced(spec)) or ONLY_STATES
-    missing = next((reply.reason for reply in replies.values() if reply.peak is None), None)
     lower = sum(states.held.values()) if peak is None else max(peak.bytes, sum(states.held.values()))
     outside = {"framework": CONTEXT_BYTES, "communication": NCCL_BYTES if spec.resources.workers > 1 else 0}
     overhead = sum(outside.values())
     found = {
         "reason": missing if replies else reason,
-        **_layers(spec),
+        **_layers(spec, sizes),
         "states": states.held,
         "plain_bytes": states.plain,
         "host_bytes": states.host,
@@ -318,8 +358,8 @@ def _row(candidate: Candidate, pools: Sequence[PoolConfig], replies: Mapping[int
         "fits": tuple(
             _fit(pool, lower, 0 if pool.accelerator == "cpu" else overhead, peak, spec).model_copy(
                 update={
-                    "floor": step_floor(spec, spec.model.sizes, states, pool),
-                    "predicted": step_prediction(spec, spec.model.sizes, states, pool),
+                    "floor": step_floor(spec, sizes, states, pool),
+                    "predicted": step_prediction(spec, sizes, states, pool),
                 }
             )
             for pool in pools
@@ -352,9 +392,17 @@ def _stages(spec: JobSpec, ranks: Sequence[States], replies: Mapping[int, TraceR
     )
 
 
-def _layers(spec: JobSpec) -> dict[str, Any]:
+def sizes_with(spec: JobSpec, network: NetworkShapes | None) -> FamilySizes:
+    """Return the model's sizes, of a network of transformers with the parameters that a trace has found."""
+    sizes = spec.model.sizes
+    if network is None or not isinstance(sizes, HuggingFaceSizes):
+        return sizes
+    return CountedSizes(**dict(sizes), network=network)
+
+
+def _layers(spec: JobSpec, sizes: FamilySizes) -> dict[str, Any]:
     """Return the fields about the layers that a job's level converts. A GPU's table of speedups may leave more in bf16."""
-    shapes = spec.model.sizes.parameters() if spec.precision.storage.gemm == "fp8" else None
+    shapes = sizes.parameters() if spec.precision.storage.gemm == "fp8" else None
     if shapes is None:
         return {}
     reasons = Counter(why_left(list(shapes), spec.resolved_precision).values())
@@ -412,7 +460,7 @@ def choose_level(rows: Sequence[PlanRow], pool: str) -> PlanRow | None:
     rows: of `AUTOMATIC`, or some of them, in its order; those that their states alone exclude need no peak. None if a row
     without a peak comes before one that fits: it may be the better choice.
     """
-    known = [row for row in rows if row.states is not None]
+    known = [row for row in rows if row.possible]
     for row in known:
         verdict = fits(row, pool)
         if verdict == "yes":

@@ -103,6 +103,8 @@ def _held_gradients(precision: PrecisionSpec) -> Literal["fp8", "fp32"] | None:
 def states_of_rank(spec: JobSpec, sizes: FamilySizes, pipeline_rank: int = 0) -> States:
     """Return the states of one rank of the pipeline axis. Raises NotPlanned."""
     shapes = sizes.parameters()
+    if spec.adapter is not None:
+        raise NotPlanned("adapters are not planned")
     if shapes is None:
         raise NotPlanned(f"only a rank that builds a model of family {spec.model.family} knows its parameters")
     return _Rank(spec, sizes, list(shapes), pipeline_rank).states()

@@ -10,9 +10,7 @@ the range of a plan. The table is to be read, and is no gate.
 """
 
 import argparse
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,10 +31,11 @@ from benchmarks.scaling import (
 )
 from octet.api_schemas import GPTSizes, JobSpec
 from octet.api_schemas.models.gpt import gpt_sizes
-from octet.api_schemas.plan import CONTEXT_BYTES, NCCL_BYTES, TraceReply, TraceRequest
+from octet.api_schemas.plan import CONTEXT_BYTES, NCCL_BYTES, TraceRequest
 from octet.api_schemas.planned_states import states_of
 from octet.api_schemas.resources import PoolConfig
 from octet.api_schemas.step_prediction import step_prediction
+from octet.client.planner import trace_here
 
 GIB, GB = float(1 << 30), 1e9
 BEGIN, END = "<!-- benchmarks.published -->\n", "<!-- end -->\n"
@@ -202,13 +201,8 @@ def layout_of(job: JobSpec) -> Layout:
 def peaks() -> list[int]:
     """Return the peak of each published setting, as the planner's process traces them. Raises RuntimeError with its reason."""
     requests = [TraceRequest(id=str(index), job=row.job) for index, row in enumerate(PEAKS)]
-    lines = "".join(f"{request.model_dump_json()}\n" for request in requests)
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    command = (sys.executable, "-m", "octet.worker.planning")
-    done = subprocess.run(command, input=lines, env=environment, capture_output=True, text=True, check=True)
     found = {}
-    for line in done.stdout.splitlines():
-        reply = TraceReply.model_validate_json(line)
+    for reply in trace_here(requests):
         if reply.peak is None:
             raise RuntimeError(f"{PEAKS[int(reply.id)].setting}: {reply.reason}")
         found[int(reply.id)] = reply.peak.bytes

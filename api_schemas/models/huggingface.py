@@ -7,6 +7,7 @@ weights, the headers of their files; all of it in the rank.
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -15,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from octet.api_schemas.base import SpecConflict, refusal
+from octet.api_schemas.base import Contract, SpecConflict, refusal
 from octet.api_schemas.data.files import ANY_FILE, Files, absolute_path
 from octet.api_schemas.inputs import ImageInput, Task, TokenInput
 from octet.api_schemas.models.architectures import (
@@ -26,6 +27,7 @@ from octet.api_schemas.models.architectures import (
     TASKS,
 )
 from octet.api_schemas.models.base import Capabilities, FamilySizes, FamilySpec, Size, UncountedSizes
+from octet.api_schemas.models.shapes import ParameterShape, Shapes
 from octet.api_schemas.models.weight_files import check_folder
 
 CONFIG_NAME = "config.json"
@@ -79,6 +81,34 @@ class HuggingFaceSizes(UncountedSizes):
     def divided_sizes(self) -> Mapping[str, int]:
         """Tokens; a rank checks what else the network divides. Nothing is known of a folder before it is read."""
         return {} if self.vocab_size is None else {"config.vocab_size": self.vocab_size}
+
+
+class NetworkShapes(Contract):
+    """The parameters of a network that transformers builds, found by building it without values.
+
+    is_of_level: its level divides experts of a mixture into layers, so that other levels have other parameters.
+    """
+
+    parameters: tuple[ParameterShape, ...]
+    buffer_bytes: int
+    is_of_level: bool
+
+
+class CountedSizes(HuggingFaceSizes):
+    """The sizes of a network whose parameters are known."""
+
+    network: NetworkShapes
+
+    def parameters(self) -> Shapes:
+        return iter(self.network.parameters)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.network.buffer_bytes
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape.shape) for shape in self.network.parameters if shape.tied_to is None)
 
 
 class _Fields(NamedTuple):
@@ -198,7 +228,10 @@ class HuggingFaceSpec(FamilySpec):
         """Return the sizes, of a folder from its config.json. Raises SpecConflict or OSError."""
         if self.path is None:
             return self.sizes
-        config = self.read_config(files)
+        return self.sizes_of(self.read_config(files))
+
+    def sizes_of(self, config: Mapping[str, Any]) -> HuggingFaceSizes:
+        """Return the sizes of a folder with this configuration. Raises SpecConflict."""
         try:
             found = self._read(str(config.get("model_type")), _Fields(config, f"{CONFIG_NAME} "))
         except SpecConflict as conflict:

@@ -1,10 +1,6 @@
 """The command that plans a job: `octet plan`, by a server or without one."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Annotated, get_args
 
 import typer
@@ -15,7 +11,6 @@ from octet.api_schemas.plan import (
     Plan,
     PlanRequest,
     PlanRow,
-    TraceReply,
     candidates,
     changes_of,
     needs_changes,
@@ -28,6 +23,7 @@ from octet.api_schemas.resources import PoolConfig
 from octet.client import render
 from octet.client.cli.options import DEFAULT_URL, AsJson, Commands, JobFile, Settings, Url, connect
 from octet.client.job_file import apply_settings, check_spec, load_job_file
+from octet.client.planner import trace_here
 from octet.client.terminal import Terminal
 
 
@@ -101,19 +97,7 @@ def _planned_here(request: PlanRequest, memory_gb: float | None, device: str | N
 
 
 def _rows(found: Sequence[PlanCandidate], pools: Sequence[PoolConfig]) -> list[PlanRow]:
-    requests = traces_of(found)
-    if find_spec("torch") is None:
-        reason = "only states: a peak needs pip install 'octet-fp8[worker]'"
-        return rows_of(found, pools, [TraceReply(id=request.id, reason=reason) for request in requests])
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    lines = "".join(f"{request.model_dump_json()}\n" for request in requests)
-    command = (sys.executable, "-m", "octet.worker.planning")
-    done = subprocess.run(command, input=lines, env=environment, capture_output=True, text=True, check=False)
-    replies = [TraceReply.model_validate_json(line) for line in done.stdout.splitlines()]
-    answered = {reply.id for reply in replies}
-    reason = f"the planner's process ended with status {done.returncode}: {done.stderr[-300:]}"
-    replies += [TraceReply(id=request.id, reason=reason) for request in requests if request.id not in answered]
-    return rows_of(found, pools, replies)
+    return rows_of(found, pools, trace_here(traces_of(found)))
 
 
 COMMANDS: Commands = {"plan": plan}

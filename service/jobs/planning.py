@@ -6,6 +6,7 @@ come in time, or from a process that has died, is left out with the reason. The 
 """
 
 import asyncio
+import json
 import os
 import sys
 import threading
@@ -39,6 +40,7 @@ from octet.api_schemas.plan import (
     missing_in,
     needs_changes,
     plan_of,
+    read_configs,
     rows_of,
     savings_of_job,
     traces_of,
@@ -51,6 +53,8 @@ Answer = TypeVar("Answer")
 DEADLINE_S = 30.0
 MOST_WAITING = 64
 MOST_KEPT = 256
+LONGEST_REPLY = 1 << 24
+"""Bytes of a line: a network of thousands of layers has all their names."""
 
 
 _TRACED_PARTS = {"model", "adapter", "precision", "training", "parallelism", "resources"}
@@ -130,13 +134,15 @@ class Planner:
         return with_remedies(plan, own, pool, await self._rows(kept))
 
     async def _rows(self, found: list[Candidate]) -> list[PlanRow]:
-        replies = await asyncio.gather(*map(self._reply, traces_of(found)))
-        rows = await run_sync(rows_of, found, self._settings.pools, replies)
+        requests, unread = await run_sync(read_configs, traces_of(found), self._settings.readable_files)
+        replies = await asyncio.gather(*map(self._reply, requests))
+        rows = await run_sync(rows_of, found, self._settings.pools, [*replies, *unread])
         self.num_disagreements += sum(row.states_agree is False for row in rows)
         return rows
 
     async def _reply(self, request: TraceRequest) -> TraceReply:
-        key = f"{request.pipeline_rank} {request.job.model_dump_json(include=_TRACED_PARTS, exclude=_NOT_TRACED)}"
+        job = request.job.model_dump_json(include=_TRACED_PARTS, exclude=_NOT_TRACED)
+        key = f"{request.pipeline_rank} {job} {json.dumps(request.config, sort_keys=True)}"
         reply = self._kept.get(key) or await self._ask(key, request)
         return reply.model_copy(update={"id": request.id})
 
@@ -178,7 +184,9 @@ class Planner:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         environment["OMP_NUM_THREADS"] = "1"
         command = (sys.executable, "-m", "octet.worker.planning")
-        return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment)
+        return await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment, limit=LONGEST_REPLY
+        )
 
     async def _read(self, process: Process) -> None:
         """Hand out replies until the process ends; then tell those who wait."""

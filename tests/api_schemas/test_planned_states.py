@@ -16,9 +16,10 @@ from octet.api_schemas.catalog import model_families
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.shapes import ParameterShape
-from octet.api_schemas.plan import PlanRequest, candidates, rows_of
+from octet.api_schemas.plan import PlanRequest, candidates, rows_of, sizes_with
 from octet.api_schemas.planned_states import NUM_MEASURES, NotPlanned, States, states_of, states_of_rank, validated
 from octet.worker.common.config import RankEnv, resolve
+from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.layout import layout_of
 from octet.worker.kernels import sampling
 from octet.worker.mesh import Axes, Mesh
@@ -30,6 +31,7 @@ from octet.worker.optim import build_optimizer
 from octet.worker.optim.schedule import parameter_groups
 from octet.worker.parallel import Parallel, on_mesh
 from octet.worker.parallel.tensor_plan import plan_of, roles_of
+from octet.worker.planning.network import look_at
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.memory_options import prepare_steps
 from octet.worker.train.build import MovingAverage
@@ -84,6 +86,7 @@ def measured(spec: JobSpec, rank: int = 0) -> tuple[dict[str, int], dict[str, di
     """Take a step as a rank of the job. Return the bytes it holds, and sends."""
     config = resolve(spec, RankEnv(rank=rank, world_size=spec.resources.workers))
     device, model = torch.device("cpu"), build_model(config.model, 0)
+    unstack_experts(model, config.precision)
     optimizer = build_optimizer(parameter_groups(model, config.optimizer), config.optimizer, config.gradient_clip)
     prepared = prepare(model, optimizer, config.precision)
     assert prepared.optimizer is not None
@@ -184,6 +187,30 @@ FAMILIES_AND_LEVELS = [
 def test_one_rank_of_every_family_at_every_level(family: str, level: str) -> None:
     spec = job(MODELS[family], level)
     assert planned(spec).held == measured(spec)[0]
+
+
+QWEN3 = {
+    "family": "huggingface",
+    "architecture": "qwen3",
+    "config": {
+        **{"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+        **{"num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 32, "tie_word_embeddings": True},
+    },
+}
+MIXTURE = QWEN3 | {
+    "architecture": "mixtral",
+    "config": QWEN3["config"] | {"num_local_experts": 4},  # type: ignore[operator]
+}
+
+
+@pytest.mark.parametrize("level", ["bf16-amp", "te", "O3-split-8bit"])
+@pytest.mark.parametrize("model", [QWEN3, MIXTURE], ids=lambda model: str(model["architecture"]))
+def test_one_rank_of_a_network_of_transformers(model: dict[str, Any], level: str) -> None:
+    """The planner's process finds the parameters, from which the closed form gives what a rank holds."""
+    spec = job(model, level)
+    sizes = sizes_with(spec, look_at(spec, None).shapes)
+    assert states_of(spec, sizes).held == measured(spec)[0]
+    assert sizes.num_parameters == sum(parameter.numel() for parameter in build_model(spec.model, 0).parameters())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ and transformers is handed the tensors. Initial values depend only on the seed.
 import difflib
 import importlib.util
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,28 @@ def build_without_values(spec: FamilySpec, files: Files = ANY_FILE) -> TrainedMo
     """Build the network of a folder with meaningless values. Raises InvalidConfig as `build` does."""
     config, task = _config_of_folder(spec, files)
     return wrap(from_random_values(config, task, seed=0), task)
+
+
+def build_shallow(spec: HuggingFaceSpec, config: Mapping[str, Any] | None, num_blocks: int | None) -> TrainedModel:
+    """Build a network with meaningless values and so many of its blocks; None: all. Raises InvalidConfig as `build` does.
+
+    config: what config.json says in the folder, which is not opened; None for an architecture with fields of the spec.
+    """
+    try:
+        sizes = spec.sizes if config is None else spec.sizes_of(config)
+    except SpecConflict as conflict:
+        raise InvalidConfig(str(conflict)) from None
+    assert sizes.architecture is not None
+    if config is None:
+        made = make_config(sizes.architecture, dict(spec.config))
+    else:
+        made = _config_class(sizes.architecture).from_dict(_without_closed(dict(config)))
+    if num_blocks is not None:
+        depth, made.num_hidden_layers = made.num_hidden_layers, num_blocks
+        for name, value in vars(made).items():
+            if isinstance(value, list) and len(value) == depth:  # an entry for each block
+                setattr(made, name, value[:num_blocks])
+    return wrap(from_random_values(made, sizes.task, seed=0), sizes.task)
 
 
 def build_from(spec: FamilySpec, weights: dict[str, Tensor], files: Files = ANY_FILE) -> TrainedModel:

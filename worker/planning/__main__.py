@@ -16,13 +16,15 @@ import signal
 import sys
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+from octet.api_schemas.models.huggingface import NetworkShapes
 from octet.api_schemas.plan import TraceReply, TraceRequest
+from octet.worker.models.huggingface import transformers
 from octet.worker.planning.curve import Moment
 from octet.worker.planning.fake_gpu import fake_gpu
-from octet.worker.planning.moments import counts, peak_of, traces_of
-from octet.worker.planning.trace import NotTraced, Trace, check
+from octet.worker.planning.moments import Tracing, counts, peak_of, traces_of
+from octet.worker.planning.trace import NotTraced, Trace, check, find_network
 
 CPU_S = 60
 DEADLINE_S = 300
@@ -36,7 +38,8 @@ class Plan:
     """A request with the traces that it has so far, by their number of sequences."""
 
     request: TraceRequest
-    traces: dict[int, list[Trace]] = field(default_factory=dict)
+    traces: dict[int, Tracing] = field(default_factory=dict)
+    network: NetworkShapes | None = None
     is_answered: bool = False
 
     def answer(self, reply: TraceReply) -> None:
@@ -48,7 +51,7 @@ class Plan:
 
     def fail(self, reason: str) -> None:
         """Answer with the reason for which there is no peak."""
-        self.answer(TraceReply(id=self.request.id, reason=reason))
+        self.answer(TraceReply(id=self.request.id, reason=reason, network=self.network))
 
 
 class Child(NamedTuple):
@@ -95,6 +98,8 @@ class Planner:
             except NotTraced as error:
                 plan.fail(str(error))
             else:
+                if plan.request.job.model.family == "huggingface":
+                    transformers()  # takes a second and a half, once and not in each child
                 _, sequences = counts(plan.request.job)
                 self.waiting += [(plan, num_sequences) for num_sequences in sequences]
 
@@ -122,24 +127,26 @@ class Planner:
             limits = f"{CPU_S} s of CPU, {DEADLINE_S} s, {MEMORY_BYTES >> 30} GiB"
             child.plan.fail(f"the trace ended with status {status}; its limits are {limits}")
             return
-        _note(child.plan, child.num_sequences, _read(content))
+        found = json.loads(content)
+        if found["network"] is not None:
+            child.plan.network = NetworkShapes.model_validate(found["network"])
+        if found["reason"] is not None:
+            child.plan.fail(found["reason"])
+        else:
+            _note(child.plan, child.num_sequences, _read(found["tracing"]))
 
 
-def _note(plan: Plan, num_sequences: int, found: list[Trace] | str) -> None:
-    """Note traces, or the reason for which there are none. The last ones of a plan complete it."""
-    if isinstance(found, str):
-        plan.fail(found)
-        return
+def _note(plan: Plan, num_sequences: int, found: Tracing) -> None:
+    """Note traces. The last ones of a plan complete it."""
     plan.traces[num_sequences] = found
-    job, pipeline_rank = plan.request.job, plan.request.pipeline_rank
-    _, sequences = counts(job)
+    _, sequences = counts(plan.request.job)
     if plan.traces.keys() == set(sequences):
         try:
-            peak = peak_of(job, [plan.traces[number] for number in sequences], pipeline_rank)
+            peak = peak_of(plan.request.job, [plan.traces[number] for number in sequences])
         except ValueError as error:
             plan.fail(f"its traces do not fit each other: {error}")
         else:
-            plan.answer(TraceReply(id=plan.request.id, peak=peak))
+            plan.answer(TraceReply(id=plan.request.id, peak=peak, network=plan.network))
 
 
 def _trace_in_child(parent: int, request: TraceRequest, num_sequences: int, result: int) -> NoReturn:
@@ -148,13 +155,16 @@ def _trace_in_child(parent: int, request: TraceRequest, num_sequences: int, resu
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     signal.alarm(DEADLINE_S)
-    found: list[Trace] | str
+    job, config = request.job, request.config
+    found: dict[str, Any] = {"network": None, "reason": None, "tracing": None}
     try:
-        found = traces_of(request.job, num_sequences, request.pipeline_rank)
+        if (network := find_network(job, config)) is not None:
+            found["network"] = network.shapes.model_dump(mode="json")
+        found["tracing"] = traces_of(job, num_sequences, request.pipeline_rank, config, network)
     except NotTraced as error:
-        found = str(error)
+        found["reason"] = str(error)
     except Exception as error:  # noqa: BLE001 - whatever a step raises is the answer
-        found = f"the step raised {type(error).__name__}: {error}"[:1000]
+        found["reason"] = f"the step raised {type(error).__name__}: {error}"[:1000]
     with os.fdopen(result, "w") as file:
         file.write(json.dumps(found))  # a tenth of the time of json.dump, which encodes in Python
     os._exit(0)
@@ -173,15 +183,17 @@ def _leave(parent: int) -> None:
         os.dup2(nothing, descriptor)
 
 
-def _read(content: str) -> list[Trace] | str:
+def _read(tracing: Any) -> Tracing:
     """Return what a child has written."""
-    found = json.loads(content)
-    if isinstance(found, str):
-        return found
-    return [
-        Trace([[Moment(*moment) for moment in phase] for phase in phases], num_bytes_before, held)
-        for phases, num_bytes_before, held in found
-    ]
+    blocks, depth, traces = tracing
+    return Tracing(
+        tuple(blocks),
+        depth,
+        [
+            Trace([[Moment(*moment) for moment in phase] for phase in phases], num_bytes_before, held)
+            for phases, num_bytes_before, held in traces
+        ],
+    )
 
 
 def main() -> int:

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import bias as biases
 from torch.utils._foreach_utils import _foreach_supported_types
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from octet.worker.fp8 import norm_forward, norms
 from octet.worker.fp8.convert import filter_layers
 from octet.worker.fp8.speedups import Chip
 from octet.worker.kernels import library
@@ -106,6 +108,8 @@ def fake_gpu() -> Iterator[torch.device]:
             (nn.functional, "scaled_dot_product_attention", attention),
             (biases, "causal_lower_right", lambda *_sizes: LOWER_RIGHT),
             (context, "can_use_flash_attention", lambda params: params.query.dtype.itemsize == 2),
+            (norms, "why_kept", _on_real_tensors(norms.why_kept)),
+            (norm_forward, "why_kept", _on_real_tensors(norms.why_kept)),
             (torch.cuda, "get_device_capability", lambda *_device: HOPPER),  # a broadcast asks for it
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -151,6 +155,8 @@ def attention(
 ) -> Tensor:
     """Run what torch runs on CUDA: flash attention for 16 bits without a mask, else memory-efficient attention."""
     scale = options.get("scale")
+    if torch.is_autocast_enabled(DEVICE_TYPE):  # which casts the operands of attention on CUDA
+        query, key, value = (each.to(torch.get_autocast_dtype(DEVICE_TYPE)) for each in (query, key, value))
     if attn_mask is LOWER_RIGHT:
         attn_mask, is_causal = None, True
     if attn_mask is None and query.dtype.itemsize == 2:
@@ -158,6 +164,9 @@ def attention(
     bias = attn_mask
     if bias is not None:
         bias = bias.expand(*query.shape[:-1], key.shape[-2])
+    if key.shape[1] != query.shape[1]:  # fp32 heads that share keys: torch has no kernel, and holds the products of all tokens
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+        return aten._scaled_dot_product_attention_math(query, key, value, bias, dropout_p, is_causal, scale=scale)[0]
     needs_gradient = query.requires_grad
     run = aten._scaled_dot_product_efficient_attention
     return run(query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale)[0]
@@ -174,6 +183,16 @@ def _sent(_name: Any, content: Any, on: torch.device, dtype: torch.dtype, rows: 
     """Allocate a table without its values, which are a row for each of some 100,000 chunks."""
     table = rows(content)
     return torch.empty(len(table), len(table[0]), dtype=dtype, device=on)
+
+
+def _on_real_tensors(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that compares values of small tensors that it makes, with none of them fake."""
+
+    def run(*args: Any) -> Any:
+        with _disable_current_modes():
+            return func(*args)
+
+    return run
 
 
 def _to_empty(model: nn.Module, *, device: torch.device) -> nn.Module:

@@ -6,13 +6,14 @@ last. Within the blocks between, bytes grow or shrink from block to block, so no
 through each phase's peaks counts too: the peak is convex in the number of blocks, so its line is never too high.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 from octet.api_schemas import JobSpec
 from octet.api_schemas.plan import PEAK_CLASSES, Peak, PeakLine
 from octet.worker.planning.curve import Moment
+from octet.worker.planning.network import Found
 from octet.worker.planning.trace import Trace, trace
 
 NEGLIGIBLE = 1.001
@@ -30,16 +31,37 @@ class Moments(NamedTuple):
     by_class: dict[str, int]
 
 
-def traces_of(spec: JobSpec, num_sequences: int, pipeline_rank: int = 0) -> list[Trace]:
-    """Return the traces of a step with so many sequences, one for each number of blocks. Raises NotTraced."""
-    blocks, _ = counts(spec)
-    return [trace(spec, num_blocks, num_sequences, pipeline_rank) for num_blocks in blocks]
+class Tracing(NamedTuple):
+    """Traces of a step with one number of sequences. blocks: of each trace. depth: of the job's rank."""
+
+    blocks: tuple[int, int]
+    depth: int
+    traces: Sequence[Trace]
 
 
-def peak_of(spec: JobSpec, traces: Sequence[Sequence[Trace]], pipeline_rank: int = 0) -> Peak:
-    """Return the peak of a job's step on a rank of the pipeline. traces: for each number of sequences, those of `traces_of`."""
+def traces_of(
+    spec: JobSpec,
+    num_sequences: int,
+    pipeline_rank: int = 0,
+    config: Mapping[str, Any] | None = None,
+    found: Found | None = None,
+) -> Tracing:
+    """Trace a step with so many sequences and two numbers of blocks. Raises NotTraced.
+
+    config: of the model's folder. found: a network of transformers. One whose blocks differ is traced whole.
+    """
     blocks, _ = counts(spec)
-    found = extrapolate(traces, blocks, depth_of(spec, pipeline_rank))
+    if found is not None and (found.depth is None or found.depth <= blocks[1]):
+        return Tracing((1, 2), 1, [trace(spec, None, num_sequences, pipeline_rank, config)] * 2)
+    depth = depth_of(spec, pipeline_rank) if found is None else found.depth
+    assert depth is not None
+    return Tracing(blocks, depth, [trace(spec, number, num_sequences, pipeline_rank, config) for number in blocks])
+
+
+def peak_of(spec: JobSpec, tracings: Sequence[Tracing]) -> Peak:
+    """Return the peak of a job's step. tracings: for each number of sequences of `counts`, of the same rank."""
+    first_tracing = tracings[0]
+    found = extrapolate([each.traces for each in tracings], first_tracing.blocks, first_tracing.depth)
     peak = max(first for first, _ in found.moments)
     lines = _largest({(2 * first - second, second - first) for first, second in found.moments})
     by_micro_batch = tuple(PeakLine(base=base, growth=growth) for base, growth in lines)

@@ -5,7 +5,7 @@ keeps is counted from its start, so its first curve is that of the second.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
@@ -20,16 +20,17 @@ from octet.api_schemas.plan import why_not_traced
 from octet.worker.fp8 import weights
 from octet.worker.mesh import Axes
 from octet.worker.metrics.memory import memory_report
-from octet.worker.models import TrainedModel, build_model
-from octet.worker.models.initial import parameters_on_meta
+from octet.worker.models import TrainedModel
 from octet.worker.models.model import Part
 from octet.worker.optim import build_optimizer
 from octet.worker.optim.schedule import parameter_groups
 from octet.worker.parallel import Parallel, on_mesh, tensor
 from octet.worker.parallel.pipeline import parallel as pipeline_parallel
+from octet.worker.planning import network
 from octet.worker.planning.curve import Curve, Moment
-from octet.worker.planning.fake_gpu import DEVICE_TYPE, fake_gpu
+from octet.worker.planning.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
 from octet.worker.planning.fake_gpu import device as register
+from octet.worker.planning.live_bytes import LiveBytes
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.memory_options import prepare_steps
 
@@ -64,35 +65,45 @@ def check(spec: JobSpec) -> None:
         raise NotTraced(reason)
 
 
-def trace(spec: JobSpec, num_blocks: int, num_sequences: int, pipeline_rank: int = 0) -> Trace:
+def trace(
+    spec: JobSpec,
+    num_blocks: int | None,
+    num_sequences: int,
+    pipeline_rank: int = 0,
+    config: Mapping[str, Any] | None = None,
+) -> Trace:
     """Trace the step of a rank with so many blocks, and sequences in a forward pass. Raises NotTraced.
 
-    pipeline_rank: of the first rank that holds those stages; all ranks of the pipeline get as many blocks.
+    num_blocks: None for all, of a network whose blocks differ. pipeline_rank: of the first rank that holds those stages; all
+    ranks of the pipeline get as many blocks. config: of the model's folder.
     """
     check(spec)
     rank = spec.layout.group("pipeline", 0)[pipeline_rank]
     # Collectives in hooks abort on autograd's own threads.
     on_one_thread = torch.autograd.set_multithreading_enabled(False)
     with one_of(spec.resources.workers, rank), fake_gpu() as device, with_fake_values(), on_one_thread:
-        live = Curve(_num_words(spec))
+        live = Curve(_num_words(spec, config))
         with live:
-            model, optimizer, parallel = _build(spec, num_blocks * spec.layout.pipeline, rank, device)
+            whole = None if num_blocks is None else num_blocks * spec.layout.pipeline
+            model, optimizer, parallel = _build(spec, network.build(spec, config, whole), rank, device)
             if parallel.pipeline is not None:
                 gc.collect()  # modules of other stages that refer to each other
             return _step(spec, num_sequences, model, optimizer, parallel, live)
 
 
-def _build(spec: JobSpec, num_blocks: int, rank: int, device: torch.device) -> tuple[TrainedModel, Any, Parallel]:
-    """Build and convert the model as a job does, with parameters that have no values."""
-    training, sizes = spec.training, spec.model.sizes.model_copy(update={"num_layers": num_blocks})
-    fields = {name: value for name, value in sizes if name in type(spec.model).model_fields}
-    named = type(spec.model).model_validate({"family": spec.model.family, **fields})
-    with parameters_on_meta():
-        model: Any = build_model(named, training.seed)
-    is_tied = model.head.weight is model.token_embedding.weight
-    model.to_empty(device=device)
-    if is_tied:
-        model.head.weight = model.token_embedding.weight
+def find_network(spec: JobSpec, config: Mapping[str, Any] | None) -> network.Found | None:
+    """Look at a network of transformers, whose parameters nobody else knows; None for one with a closed form."""
+    if spec.model.sizes.parameters() is not None:
+        return None
+    check(spec)
+    with fake_gpu(), LiveBytes(see_within=see_within, device_type=DEVICE_TYPE):
+        return network.look_at(spec, config)
+
+
+def _build(spec: JobSpec, model: TrainedModel, rank: int, device: torch.device) -> tuple[TrainedModel, Any, Parallel]:
+    """Convert a model and put it on its mesh as a job does, with parameters that have no values."""
+    training = spec.training
+    network.to_device(model, device)
     optimizer = build_optimizer(parameter_groups(model, training.optimizer), training.optimizer, training.gradient_clip)
     precision = spec.resolved_precision.model_copy(update={"statistics_every": 0})
     tokens = spec.batch.micro_batch_size * spec.tokens_per_sample
@@ -180,9 +191,9 @@ def most_passes(layout: Layout) -> int:
     return 3 * layout.pipeline if layout.stages_per_rank > 1 else layout.pipeline + 2
 
 
-def _num_words(spec: JobSpec) -> int | None:
+def _num_words(spec: JobSpec, config: Mapping[str, Any] | None) -> int | None:
     """Return the words of the vocabulary that are on a rank, and so of its logits."""
-    num_words = getattr(spec.model.sizes, "vocab_size", None)
+    num_words = getattr(network.sizes_of(spec, config), "vocab_size", None)
     return None if num_words is None else num_words // spec.parallelism.tensor
 
 

@@ -163,6 +163,26 @@ def test_plan(octet: Callable[..., Result], job_file: str, monkeypatch: pytest.M
     assert octet("plan", job_file, "--levels", "O9").exit_code == 2
 
 
+@pytest.mark.system
+def test_plan_of_a_folder(
+    octet: Callable[..., Result], runnable: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(planning, "DEADLINE_S", LONG_S)
+    monkeypatch.setattr(api, "LONGEST_PLAN_S", LONG_S)
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 2, "vocab_size": 256, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = tmp_path / "folder.yaml"
+    job.write_text(json.dumps(runnable | {"model": {"family": "huggingface", "path": str(tmp_path)}}))
+    found = [
+        json.loads(octet("plan", str(job), "--levels", "O2", "--json", *more).stdout)["rows"][0]
+        for more in ((), ("--offline", "--url", "http://127.0.0.1:9"))
+    ]
+    assert found[0]["peak_bytes"] == found[1]["peak_bytes"] > 0, found
+    assert found[0]["states"] == found[1]["states"]
+    assert found[0]["states_agree"] is True
+
+
 def test_a_watched_job_that_succeeds_exits_0(
     app: OctetApp, octet: Callable[..., Result], job_file: str, make_summary: MakeSummary
 ) -> None:

@@ -13,12 +13,22 @@ from typing import IO, Any
 
 import pytest
 
-from octet.api_schemas.plan import PEAK_CLASSES, TraceReply, TraceRequest
+from octet.api_schemas import ANY_FILE
+from octet.api_schemas.plan import (
+    PEAK_CLASSES,
+    PlanRequest,
+    TraceReply,
+    TraceRequest,
+    candidates,
+    read_configs,
+    rows_of,
+    traces_of,
+)
 from octet.worker.planning.curve import Moment
 from octet.worker.planning.moments import extrapolate
 from octet.worker.planning.trace import Trace
 from tests.kit.waiting import LONG_S, wait_until
-from tests.worker.planning.traced import CASES, GPT, LLAMA, spec_of
+from tests.worker.planning.traced import CASES, GPT, LLAMA, NUM_BLOCKS, QWEN3, spec_of
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
@@ -53,6 +63,7 @@ MARKS = {
     "muon": pytest.mark.system,
     "pipeline, rank 0": pytest.mark.system,
     "pipeline, interleaved": pytest.mark.system,
+    "transformers, ZeRO 3": pytest.mark.system,
 }
 NAMES = [pytest.param(name, marks=MARKS.get(name, pytest.mark.matrix)) for name in CASES]
 
@@ -134,6 +145,32 @@ def test_the_classes_of_a_peak_add_up_and_are_those_of_all_blocks(name: str) -> 
         if kind in ("weights", "master_weights", "exp_avg", "exp_avg_sq"):
             assert num_bytes == pytest.approx(found["whole_held"][kind], rel=0.005), kind
     assert sum(by_class[kind] for kind in ("activations", "logits", "communication", "temporary")) > 0
+
+
+@pytest.mark.system
+def test_a_folder_is_planned_by_its_configuration(tmp_path: Path) -> None:
+    """No weights are there, nor opened. A network that cannot be traced still says its parameters."""
+    qwen3, mixture = (
+        dict(QWEN3["config"]),
+        {"num_hidden_layers": 4, "num_local_experts": 4, "architectures": ["MixtralForCausalLM"]},
+    )
+    for name, config in (("qwen3", qwen3), ("mixtral", qwen3 | mixture)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config | {"model_type": name}))
+    jobs = [spec_of({"family": "huggingface", "path": str(tmp_path / name)}) for name in ("qwen3", "mixtral", "nowhere")]
+    found = [candidate for job in jobs for candidate in candidates(PlanRequest(job=job, levels=("O2",)))]
+    requests, unread = read_configs(traces_of(found), ANY_FILE)
+    lines = "".join(f"{request.model_dump_json()}\n" for request in requests)
+    replies = [TraceReply.model_validate_json(line) for line in run("octet.worker.planning", lines=lines).splitlines()]
+    of_folder, of_mixture, of_nowhere = rows_of(found, [], [*replies, *unread])
+    assert of_folder.peak_bytes is not None, of_folder.reason
+    assert (of_folder.states_agree, of_folder.converted_layers) == (True, 7 * NUM_BLOCKS)
+    assert of_mixture.peak_bytes is None
+    assert "bincount" in (of_mixture.reason or "")
+    assert of_mixture.converted_layers == 4 * (4 + 2 * 4), "each expert is two layers"
+    assert sum((of_mixture.states or {}).values()) > sum((of_folder.states or {}).values())
+    assert (of_nowhere.states, of_nowhere.possible) == (None, True)
+    assert "a folder with config.json" in (of_nowhere.reason or "")
 
 
 @pytest.mark.system

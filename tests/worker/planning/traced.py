@@ -9,17 +9,31 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from octet.api_schemas import JobSpec
-from octet.api_schemas.plan import PEAK_CLASSES
+from octet.api_schemas.plan import PEAK_CLASSES, sizes_with
 from octet.api_schemas.planned_states import states_of_rank
 from octet.worker.planning import trace as trace_module
 from octet.worker.planning.moments import counts, depth_of, extrapolate, peak_of, traces_of
-from octet.worker.planning.trace import trace
+from octet.worker.planning.trace import find_network, trace
 
 NUM_BLOCKS = 6
 GPT = {"hidden_size": 2048, "num_layers": NUM_BLOCKS, "num_heads": 4, "vocab_size": 640, "max_sequence_length": 64}
 LLAMA = GPT | {"family": "llama", "num_key_value_heads": 2, "intermediate_size": 5632}
 SAVING = {"fused_loss": True, "saved_activations": "fp8", "gradient_release": True, "gradient_clip": None}
 ALL_FP8 = {"auto_filter": False}
+QWEN3 = {
+    "family": "huggingface",
+    "architecture": "qwen3",
+    "config": {
+        **{
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+        **{"num_hidden_layers": NUM_BLOCKS, "vocab_size": 640, "max_position_embeddings": 64},
+    },
+}
 IN_STAGES = {
     **{"model": GPT | {"num_layers": 16}, "workers": 3, "parallelism": {"pipeline": 3}},
     "training": {"micro_batch_size": 1, "global_batch_size": 8},
@@ -40,6 +54,9 @@ CASES: dict[str, dict[str, Any]] = {
     "context": {"model": LLAMA, "workers": 2, "parallelism": {"context": 2}},
     "context, ZeRO 1": {"workers": 4, "parallelism": {"context": 2, "zero_stage": 1}},
     **{f"pipeline, rank {rank}": IN_STAGES | {"pipeline_rank": rank} for rank in range(3)},
+    **{f"transformers {level}": {"model": QWEN3, "level": level} for level in ("bf16-amp", "O2")},
+    "transformers, ZeRO 3": {"model": QWEN3, "workers": 2, "parallelism": {"zero_stage": 3}},
+    "transformers, tensor": {"model": QWEN3, "workers": 2, "parallelism": {"tensor": 2, "sequence": True}},
     "pipeline, interleaved": {
         **{"model": LLAMA | {"num_layers": 24}, "workers": 8, "training": {"micro_batch_size": 1, "global_batch_size": 16}},
         "parallelism": {"pipeline": 2, "schedule": "interleaved", "tensor": 2, "zero_stage": 1, "sequence": True},
@@ -66,10 +83,11 @@ def spec_of(model: Any = GPT, level: str = "O2", workers: int = 1, training: Any
 def found(pipeline_rank: int = 0, **case: Any) -> dict[str, Any]:
     """Return the peak and the states, extrapolated and with all blocks, and the states in closed form."""
     spec = spec_of(**case)
-    blocks, (few, _) = counts(spec)
-    depth = depth_of(spec, pipeline_rank)
-    moments = extrapolate([traces_of(spec, few, pipeline_rank)], blocks, depth)
-    whole = trace(spec, depth, few, pipeline_rank)
+    _, (few, _) = counts(spec)
+    network = find_network(spec, None)
+    tracing = traces_of(spec, few, pipeline_rank, None, network)
+    moments = extrapolate([tracing.traces], tracing.blocks, tracing.depth)
+    whole = trace(spec, None if network else depth_of(spec, pipeline_rank), few, pipeline_rank)
     whole_peak = max((moment for phase in whole.phases for moment in phase), key=lambda moment: moment.num_bytes)
     return {
         "by_class": moments.by_class,
@@ -79,7 +97,7 @@ def found(pipeline_rank: int = 0, **case: Any) -> dict[str, Any]:
         "before": (moments.before, whole.num_bytes_before),
         "held": moments.held,
         "whole_held": whole.held,
-        "planned": states_of_rank(spec, spec.model.sizes, pipeline_rank).held,
+        "planned": states_of_rank(spec, sizes_with(spec, network and network.shapes), pipeline_rank).held,
     }
 
 
