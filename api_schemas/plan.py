@@ -68,6 +68,9 @@ class Peak(Contract):
     before: Bytes = Field(description="alive between steps")
     held: dict[str, int] = Field(description="by class at the update, as octet.worker.memory_report counts them")
     by_micro_batch: tuple[PeakLine, ...]
+    exchanged: dict[str, dict[str, dict[str, int]]] = Field(
+        default_factory=dict, description="bytes sent in a step but to replicas, by axis, collective and dtype"
+    )
 
     def largest_micro_batch(self, micro_batch_size: int, most_bytes: int) -> int:
         """Return the most sequences of a pass with which no moment takes more bytes."""
@@ -134,6 +137,11 @@ class PlanRow(Contract):
     host_bytes: int | None = Field(default=None, description="optimizer states in host memory")
     sent_bytes: dict[str, dict[str, int]] | None = Field(
         default=None, description="gradients and weights sent to replicas in a step, by collective and dtype"
+    )
+    exchanged_bytes: dict[str, dict[str, dict[str, int]]] | None = Field(
+        default=None,
+        description="what tensor, context and pipeline ranks send each other in a step, by axis, collective and dtype; counted "
+        "with the peak, on its rank",
     )
     peak_bytes: int | None = None
     peak_by_class: dict[str, int] | None = Field(default=None, description=f"alive at the peak: {', '.join(PEAK_CLASSES)}")
@@ -346,6 +354,7 @@ def _row(
         "host_bytes": states.host,
         "sent_bytes": states.sent,
         "peak_bytes": None if peak is None else peak.bytes,
+        "exchanged_bytes": None if peak is None else peak.exchanged,
         "peak_by_class": None if peak is None else peak.by_class,
         "step_bytes": None if peak is None else peak.bytes - peak.before,
         "lower_bytes": lower,

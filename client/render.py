@@ -553,6 +553,9 @@ def _peak_lines(rows: Sequence[PlanRow]) -> Iterable[str]:
         held = ", ".join(f"{kind.replace('_', ' ')} {num_bytes(count)}" for kind, count in found if count)
         if held:
             yield f"{row.level} at the peak: {held}"
+        for axis, by_collective in (row.exchanged_bytes or {}).items():
+            sent = {name: num_bytes(sum(by_dtype.values())) for name, by_dtype in by_collective.items()}
+            yield f"  sent on axis {axis} in a step: {', '.join(f'{name} {size}' for name, size in sent.items())}"
         for stage in row.stages if held else ():
             peak = "" if stage.peak_bytes is None else f", peak {num_bytes(stage.peak_bytes)}"
             states = num_bytes(sum(stage.states.values()))

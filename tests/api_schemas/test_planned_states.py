@@ -16,8 +16,9 @@ from octet.api_schemas.catalog import model_families
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.shapes import ParameterShape
-from octet.api_schemas.plan import PlanRequest, candidates, rows_of, sizes_with
+from octet.api_schemas.plan import PlanRequest, TraceRequest, candidates, rows_of, sizes_with
 from octet.api_schemas.planned_states import NUM_MEASURES, NotPlanned, States, states_of, states_of_rank, validated
+from octet.client.planner import trace_here
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.layout import layout_of
@@ -32,6 +33,7 @@ from octet.worker.optim.schedule import parameter_groups
 from octet.worker.parallel import Parallel, on_mesh
 from octet.worker.parallel.tensor_plan import plan_of, roles_of
 from octet.worker.planning.network import look_at
+from octet.worker.planning.trace import sent_on_axes
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.memory_options import prepare_steps
 from octet.worker.train.build import MovingAverage
@@ -83,7 +85,13 @@ def planned(spec: JobSpec) -> States:
 
 
 def measured(spec: JobSpec, rank: int = 0) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """Take a step as a rank of the job. Return the bytes it holds, and sends."""
+    """Take a step as a rank of the job. Return the bytes it holds, and sends to its replicas."""
+    held, sent, _ = measured_on_axes(spec, rank)
+    return held, sent
+
+
+def measured_on_axes(spec: JobSpec, rank: int) -> tuple[dict[str, int], dict[str, dict[str, int]], dict[str, int]]:
+    """Take a step as a rank of the job. Return the bytes it holds, sends to its replicas, and sends on other axes."""
     config = resolve(spec, RankEnv(rank=rank, world_size=spec.resources.workers))
     device, model = torch.device("cpu"), build_model(config.model, 0)
     unstack_experts(model, config.precision)
@@ -95,6 +103,7 @@ def measured(spec: JobSpec, rank: int = 0) -> tuple[dict[str, int], dict[str, di
     mesh = Axes.of_layout(config.layout, rank, device)
     parallel = on_mesh(prepared.model, prepared.optimizer, mesh, config.parallelism)
     parallel.replicas.sent_bytes.clear()
+    sent_before = sent_on_axes(parallel.axes)
     batch, num_passes = batch_of(spec.model.family), config.batch.num_micro_batches
     for index in range(num_passes):
         with parallel.no_sync(index < num_passes - 1):
@@ -105,7 +114,7 @@ def measured(spec: JobSpec, rank: int = 0) -> tuple[dict[str, int], dict[str, di
     sent: dict[str, dict[str, int]] = {}
     for (collective, dtype), num_bytes in parallel.replicas.sent_bytes.items():
         sent.setdefault(collective, {})[dtype] = num_bytes
-    return held, sent
+    return held, sent, dict(sent_on_axes(parallel.axes) - sent_before)
 
 
 def finish(parallel: Parallel, spec: JobSpec) -> None:
@@ -303,6 +312,56 @@ def test_ranks_gather_the_matrices_of_muon(tmp_path: Path) -> None:
         expected = muon.sent["gather"]["bfloat16"] - adamw.sent["gather"].get("bfloat16", 0)
         assert gathered == dict.fromkeys(gathered, 0) | {"float32": 2 * expected}
         assert expected > 0
+
+
+def sent_by(rank: int, port: int, folder: str, documents: dict[str, dict[str, Any]]) -> None:
+    """Take a step of each job as one of two real ranks, and write what the rank sends on other axes than that of replicas."""
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")
+    found = {name: measured_on_axes(JobSpec.model_validate(document), rank)[2] for name, document in documents.items()}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+EXCHANGING: dict[str, dict[str, Any]] = {
+    f"{family}, {level}, {name}": {
+        "model": MODELS[family] | {"num_layers": 4} | ({"num_key_value_heads": 2} if family == "llama" else {}),
+        "precision": {"level": level} | ({} if level == "fp32" else {"auto_filter": False, "statistics_every": 0}),
+        "parallelism": parallelism,
+        "training": {"micro_batch_size": 2, "global_batch_size": 6} | ({} if level == "fp32" else {"residual_stream": "bf16"}),
+    }
+    for family in ("gpt", "llama")
+    for level in ("fp32", "O2")
+    for name, parallelism in (
+        ("tensor", {"tensor": 2}),
+        ("sequence", {"tensor": 2, "sequence": True}),
+        ("context", {"context": 2}),
+    )
+}
+"""A CPU's ranks send activations in the dtypes of a GPU's in fp32, and where the residual stream is in bf16.
+
+Steps that sample statistics, which are not traced, also exchange those.
+"""
+
+
+@pytest.mark.system
+def test_plans_count_what_tensor_and_context_ranks_send_each_other(tmp_path: Path) -> None:
+    specs = {name: job(**case, workers=2) for name, case in EXCHANGING.items()}
+    documents = {name: spec.model_dump(mode="json", exclude_unset=True) for name, spec in specs.items()}
+    run_ranks(sent_by, (free_port(), str(tmp_path), documents), 2)
+    counted_bytes = json.loads((tmp_path / "0.json").read_text())
+    replies = trace_here([TraceRequest(id=name, job=spec) for name, spec in specs.items()])
+    assert {reply.id: reply.reason for reply in replies if reply.peak is None} == {}
+    for reply in replies:
+        assert reply.peak is not None
+        planned_bytes = {
+            f"{axis} {collective} {dtype}": num_bytes
+            for axis, by_collective in reply.peak.exchanged.items()
+            for collective, by_dtype in by_collective.items()
+            for dtype, num_bytes in by_dtype.items()
+        }
+        found = {key: num_bytes for key, num_bytes in counted_bytes[reply.id].items() if num_bytes}
+        assert planned_bytes == pytest.approx(found, rel=0.01), reply.id
+        assert sum(planned_bytes.values()) > 0
 
 
 def trained(rank: int, port: int, folder: str, document: dict[str, Any]) -> None:

@@ -189,10 +189,7 @@ def _read(tracing: Any) -> Tracing:
     return Tracing(
         tuple(blocks),
         depth,
-        [
-            Trace([[Moment(*moment) for moment in phase] for phase in phases], num_bytes_before, held)
-            for phases, num_bytes_before, held in traces
-        ],
+        [Trace([[Moment(*moment) for moment in phase] for phase in phases], *others) for phases, *others in traces],
     )
 
 

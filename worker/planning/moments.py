@@ -23,12 +23,14 @@ class Moments(NamedTuple):
     """A step of one depth. moments: bytes of each at two numbers of sequences. before: alive before the step.
 
     held: the bytes by class that a job reports at its update. by_class: those at the first number of sequences' peak.
+    sent: at it, too, by axis, collective and dtype in one text.
     """
 
     moments: set[tuple[int, int]]
     before: int
     held: dict[str, int]
     by_class: dict[str, int]
+    sent: dict[str, int]
 
 
 class Tracing(NamedTuple):
@@ -65,7 +67,19 @@ def peak_of(spec: JobSpec, tracings: Sequence[Tracing]) -> Peak:
     peak = max(first for first, _ in found.moments)
     lines = _largest({(2 * first - second, second - first) for first, second in found.moments})
     by_micro_batch = tuple(PeakLine(base=base, growth=growth) for base, growth in lines)
-    return Peak(bytes=peak, by_class=found.by_class, before=found.before, held=found.held, by_micro_batch=by_micro_batch)
+    exchanged: dict[str, dict[str, dict[str, int]]] = {}
+    for key, num_bytes in sorted(found.sent.items()):
+        axis, collective, dtype = key.split()
+        if num_bytes:
+            exchanged.setdefault(axis, {}).setdefault(collective, {})[dtype] = num_bytes
+    return Peak(
+        bytes=peak,
+        by_class=found.by_class,
+        before=found.before,
+        held=found.held,
+        by_micro_batch=by_micro_batch,
+        exchanged=exchanged,
+    )
 
 
 def depth_of(spec: JobSpec, pipeline_rank: int = 0) -> int:
@@ -101,7 +115,8 @@ def extrapolate(traces: Sequence[Sequence[Trace]], blocks: tuple[int, int], dept
     held = {kind: at_depth(num_bytes, most.held[kind]) for kind, num_bytes in fewest.held.items()}
     at_peak = dict(zip(PEAK_CLASSES, [0] * len(PEAK_CLASSES) if largest is None else largest[1], strict=True))
     at_peak["temporary"] += peak - sum(at_peak.values())
-    return Moments(moments, at_depth(fewest.num_bytes_before, most.num_bytes_before), held, at_peak)
+    sent = {key: at_depth(fewest.sent.get(key, 0), most.sent.get(key, 0)) for key in fewest.sent | most.sent}
+    return Moments(moments, at_depth(fewest.num_bytes_before, most.num_bytes_before), held, at_peak, sent)
 
 
 def _aligned(phases: Sequence[Sequence[Moment]]) -> Iterator[Sequence[Moment]]:

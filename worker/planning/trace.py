@@ -5,6 +5,7 @@ keeps is counted from its start, so its first curve is that of the second.
 """
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,12 +52,14 @@ class NotTraced(ValueError):
 class Trace(NamedTuple):
     """One rank's step. phases: each pass forward and backward, then the update.
 
-    num_bytes_before: alive before the step. held: by class, as a job reports them.
+    num_bytes_before: alive before the step. held: by class, as a job reports them. sent: bytes that the rank sends in the job's
+    step, but for what replicas exchange, by axis, collective and dtype in one text.
     """
 
     phases: list[list[Moment]]
     num_bytes_before: int
     held: dict[str, int]
+    sent: dict[str, int]
 
 
 def check(spec: JobSpec) -> None:
@@ -119,7 +122,8 @@ def _step(spec: JobSpec, num_sequences: int, model: TrainedModel, optimizer: Any
     """Take one step. Returns its curve."""
     device = parallel.replicas.device
     shape = (num_sequences, spec.training.sequence_length + 1)
-    before = live.num_bytes
+    before, num_passes = live.num_bytes, spec.batch.num_micro_batches
+    sent_before = sent_on_axes(parallel.axes)
     live.begin_step(model, optimizer)
 
     def batch() -> dict[str, Tensor]:
@@ -130,16 +134,33 @@ def _step(spec: JobSpec, num_sequences: int, model: TrainedModel, optimizer: Any
         return samples
 
     if parallel.pipeline is None:
-        _pass_alone(min(spec.batch.num_micro_batches, MOST_PASSES), batch, model, parallel, live)
+        num_traced = min(num_passes, MOST_PASSES)
+        _pass_alone(num_traced, batch, model, parallel, live)
     else:
-        _pass_on(spec.batch.num_micro_batches, batch, parallel, parallel.pipeline, live)
+        num_traced = min(num_passes, most_passes(spec.layout))
+        _pass_on(num_passes, num_traced, batch, parallel, parallel.pipeline, live)
+    by_passes = sent_on_axes(parallel.axes) - sent_before
     live.begin("update")
     parallel.synchronize()
     if spec.training.gradient_clip is not None:
         parallel.clip_grad_norm_(spec.training.gradient_clip)
     optimizer.step()
     parallel.publish()
-    return Trace(live.phases(), before, memory_report(model, optimizer))
+    sent = sent_on_axes(parallel.axes) - sent_before
+    for key, num_bytes in by_passes.items():  # each pass sends the same
+        sent[key] += num_bytes // num_traced * (num_passes - num_traced)
+    return Trace(live.phases(), before, memory_report(model, optimizer), dict(sent))
+
+
+def sent_on_axes(axes: Axes) -> Counter[str]:
+    """Return the bytes that the rank has sent on every axis but that of replicas, whose bytes have a closed form."""
+    counted, found = [axes.replicas.sent_bytes, axes.data.sent_bytes], Counter[str]()
+    for name in ("tensor", "context", "pipeline", "stage", "world"):
+        sent = axes[name].sent_bytes
+        if not any(sent is each for each in counted):  # axes of the same ranks share one counter
+            counted.append(sent)
+            found.update({f"{name} {collective} {dtype}": num_bytes for (collective, dtype), num_bytes in sent.items()})
+    return found
 
 
 def _pass_alone(
@@ -156,15 +177,20 @@ def _pass_alone(
 
 
 def _pass_on(
-    num_passes: int, batch: Callable[[], dict[str, Tensor]], parallel: Parallel, pipeline: "PipelineRun", live: Curve
+    num_passes: int,
+    num_traced: int,
+    batch: Callable[[], dict[str, Tensor]],
+    parallel: Parallel,
+    pipeline: "PipelineRun",
+    live: Curve,
 ) -> None:
-    """Pass micro-batches through the rank's stages in the order of its schedule: no more than `most_passes`.
+    """Pass as many micro-batches as are traced through the rank's stages, in the order of its schedule.
 
     torch keeps a buffer for what each micro-batch receives, so those of the others are allocated.
     """
     live.begin("forward")
     batches = [batch() for _ in range(num_passes)]
-    borders, num_traced = pipeline.borders(batches[0]), min(num_passes, most_passes(pipeline.layout))
+    borders = pipeline.borders(batches[0])
 
     def compute(index: int, part: Part, hidden_BTD: Tensor | None) -> Tensor:
         live.begin("forward")

@@ -118,13 +118,14 @@ def test_a_peak_that_moves_is_found() -> None:
         forward += [alive("head", 10 * num_blocks + 100, logits=100)]
         backward = [alive("head", 10 * num_blocks + 100, logits=100)]
         backward += [alive("block", 40 * number + 20) for number in range(num_blocks, 0, -1)]
-        return Trace([forward, backward], num_blocks, {"weights": num_blocks})
+        return Trace([forward, backward], num_blocks, {"weights": num_blocks}, {"tensor sum float32": 5 + num_blocks})
 
     found = extrapolate([[planted(2), planted(3)]], (2, 3), 20)
     peaks = [max(moment.num_bytes for phase in planted(number).phases for moment in phase) for number in (2, 3, 20)]
     assert max(first for first, _ in found.moments) == peaks[2] == 820
     assert peaks[0] + 18 * (peaks[1] - peaks[0]) < peaks[2]
     assert (found.before, found.held) == (20, {"weights": 20})
+    assert found.sent == {"tensor sum float32": 25}
     assert {kind: number for kind, number in found.by_class.items() if number} == {"activations": 820}
 
 

@@ -90,6 +90,8 @@ def found(pipeline_rank: int = 0, **case: Any) -> dict[str, Any]:
     whole = trace(spec, None if network else depth_of(spec, pipeline_rank), few, pipeline_rank)
     whole_peak = max((moment for phase in whole.phases for moment in phase), key=lambda moment: moment.num_bytes)
     return {
+        "sent": moments.sent,
+        "whole_sent": whole.sent,
         "by_class": moments.by_class,
         "whole_by_class": dict(zip(PEAK_CLASSES, whole_peak.by_class, strict=True)),
         "peak": max(first for first, _ in moments.moments),
