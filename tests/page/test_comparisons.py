@@ -128,7 +128,7 @@ def test_a_comparison_changes_while_one_looks_and_can_be_stopped(page: "Page", o
 def test_the_form_starts_a_comparison_of_levels(page: "Page", own_site: Callable[..., Site]) -> None:
     site = own_site()
     ready(page, f"{site.url}/submit")
-    page.get_by_text("Compare levels", exact=True).click()
+    page.get_by_text("Compare levels, or other settings", exact=True).click()
     page.get_by_role("checkbox", name="fp32").check()
     page.get_by_text("Choose a second level").wait_for()
     page.get_by_role("checkbox", name="O2", exact=True).check()
@@ -141,6 +141,7 @@ def test_the_form_starts_a_comparison_of_levels(page: "Page", own_site: Callable
     page.locator("#field-seeds-note", has_text="2").wait_for()
     page.locator("#field-seeds").fill("3")
     page.locator(".result", has_text="It can run").wait_for()
+    page.locator("[aria-label='Plan by level']").wait_for()
     assert [row[0] for row in cells(page, "Plan by level")] == ["fp32", "O2"]
     page.locator("summary", has_text="curl").click()
     assert page.get_by_label("With this job file as job.yaml").inner_text() == (
@@ -154,6 +155,34 @@ def test_the_form_starts_a_comparison_of_levels(page: "Page", own_site: Callable
     assert (spec["levels"], spec["seeds"], spec["tolerance"]) == (["fp32", "O2"], 3, 0.5)
     assert spec["job"]["data"]["path"] == sent["job"]["data"]["path"]
     assert site.world.all_jobs() == []
+
+
+def test_the_form_starts_a_comparison_of_other_settings(page: "Page", own_site: Callable[..., Site]) -> None:
+    site = own_site()
+    ready(page, f"{site.url}/submit")
+    page.get_by_text("Compare levels, or other settings", exact=True).click()
+    page.locator("#field-vary").fill("{training.optimizer.learning_rate: [1e-4, 3e-4]}")
+    page.locator("#field-baseline").fill("learning_rate=5")
+    page.locator("#field-at_once").fill("4")
+    start = page.get_by_role("button", name="Start the comparison")
+    until(page, "!document.querySelector('button[type=submit]').disabled")
+    start.click()
+    page.locator("#field-baseline-note", has_text="learning_rate=0.0001").wait_for()
+    page.locator("#field-baseline").fill("learning_rate=0.0003")
+    page.locator(".result", has_text="It can run").wait_for()
+    page.locator("summary", has_text="curl").click()
+    assert page.get_by_label("With this job file as job.yaml").inner_text() == (
+        "octet compare job.yaml --vary training.optimizer.learning_rate=0.0001,0.0003 --baseline learning_rate=0.0003 --at-once 4"
+    )
+    page.reload()
+    page.locator(".result", has_text="It can run").wait_for()
+    assert page.locator("#field-vary").input_value() == "{training.optimizer.learning_rate: [0.0001, 0.0003]}"
+    until(page, "!document.querySelector('button[type=submit]').disabled")
+    start.click()
+    page.wait_for_url("**/comparisons/cmp_*")
+    (spec,) = [each["spec"] for each in httpx.get(f"{site.url}/v1/comparisons").json()["data"]]
+    assert (spec["vary"], spec["baseline"]) == ({"training.optimizer.learning_rate": [1e-4, 3e-4]}, "learning_rate=0.0003")
+    assert (spec["at_once"], spec["levels"]) == (4, [])
 
 
 def test_a_plan_stands_beside_the_form_and_beside_the_memory_of_a_job(page: "Page", own_site: Callable[..., Site]) -> None:

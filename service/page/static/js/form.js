@@ -1,7 +1,7 @@
 /** Fields made from a JSON schema. A field knows its path in the document, shows its default, and its error beside it. */
 
 import { advice, fill, h, mark } from "./dom.js";
-import { fromYaml, toYaml } from "./yaml.js";
+import { flow, fromYaml } from "./yaml.js";
 import { valueAt } from "./schema.js";
 
 /** @typedef {import("./schema.js").Schema} Schema */
@@ -138,9 +138,4 @@ export class Form {
 }
 
 /** @param {any} value */
-const text = (value) =>
-  typeof value === "string"
-    ? value
-    : typeof value === "object"
-      ? toYaml({ value }).slice("value: ".length).trim()
-      : String(value);
+const text = (value) => (typeof value === "string" ? value : typeof value === "object" ? flow(value) : String(value));

@@ -32,7 +32,7 @@ const isNested = (value) => value !== null && typeof value === "object" && Objec
 const depth = (value) => (isNested(value) ? 1 + Math.max(...Object.values(value).map(depth)) : 0);
 
 /** @param {any} value @returns {string} */
-function flow(value) {
+export function flow(value) {
   if (Array.isArray(value)) return `[${value.map(flow).join(", ")}]`;
   if (value === null || typeof value !== "object") return scalar(value);
   return `{${Object.entries(value)

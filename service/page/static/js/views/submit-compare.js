@@ -1,4 +1,4 @@
-/** Levels to compare: with some chosen, the form starts a comparison of the job at each of them, in place of the job. */
+/** Arms to compare: with levels or varied fields chosen, the form starts a comparison of the job in place of the job. */
 
 import { h } from "../dom.js";
 import { Form } from "../form.js";
@@ -6,7 +6,19 @@ import { badge } from "../levels.js";
 import { remember } from "../main.js";
 import { withValue } from "../schema.js";
 
-const FIELDS = ["seeds", "tolerance"];
+const FIELDS = ["vary", "baseline", "seeds", "at_once", "tolerance"];
+
+/** Read an option of the address: an object and numbers as JSON, a name as it is. @param {string} text */
+function given(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return text;
+  }
+}
+
+/** Quote a word of a command for the shell, if it needs it. @param {unknown} word */
+const quoted = (word) => (/^[\w.,=+-]+$/.test(String(word)) ? String(word) : `'${String(word).replaceAll("'", `'\\''`)}'`);
 
 export class ComparisonChoice {
   /**
@@ -15,9 +27,10 @@ export class ComparisonChoice {
    */
   constructor(schema, catalog, query, onChange) {
     const asked = (query.get("levels") ?? "").split(",");
-    const given = FIELDS.flatMap((name) => (query.has(name) ? [[name, Number(query.get(name))]] : []));
     /** @type {Record<string, any>} */
-    this.options = Object.fromEntries(given);
+    this.options = Object.fromEntries(
+      FIELDS.filter((name) => query.has(name)).map((name) => [name, given(query.get(name) ?? "")]),
+    );
     this.boxes = catalog.levels.map(({ name }) => {
       const box = h("input", { type: "checkbox", value: name, checked: asked.includes(name), onchange: () => this.#tell() });
       return { box, label: h("label", { class: "chip" }, box, badge(name)) };
@@ -32,12 +45,13 @@ export class ComparisonChoice {
     const first = h(
       "p",
       { class: "muted" },
-      "In place of the level above. The first is the baseline; all train with the same seeds and data.",
+      "In place of the level above, and each with each value of vary: {training.optimizer.learning_rate: [1e-4, 3e-4]}. " +
+        "The first is the baseline, unless one is named as an arm of the report. All train with the same seeds and data.",
     );
     this.element = h(
       "details",
-      { open: this.levels.length > 0 },
-      h("summary", {}, "Compare levels"),
+      { open: this.isChosen },
+      h("summary", {}, "Compare levels, or other settings"),
       h(
         "fieldset",
         { class: "compared" },
@@ -59,19 +73,36 @@ export class ComparisonChoice {
     return this.boxes.filter(({ box }) => box.checked).map(({ box }) => box.value);
   }
 
-  /** Return the comparison of a job; null where no level is chosen. @param {any} job */
+  /** True if a field has values to compare, as far as they can be read. */
+  get varies() {
+    const { vary } = this.options;
+    return vary != null && typeof vary === "object" && Object.keys(vary).length > 0;
+  }
+
+  /** True if there is something to compare. */
+  get isChosen() {
+    return this.levels.length > 0 || this.varies;
+  }
+
+  /** Return the comparison of a job; null where nothing is chosen. @param {any} job */
   of(job) {
-    return this.levels.length ? { job, levels: this.levels, ...this.options } : null;
+    return this.isChosen ? { job, levels: this.levels, ...this.options } : null;
   }
 
   /** Write the same as a command, for a job in a file. */
   get command() {
-    const options = Object.entries(this.options).map(([name, value]) => ` --${name} ${value}`);
-    return `octet compare job.yaml --levels ${this.levels.join(",")}${options.join("")}`;
+    const { vary, ...others } = this.options;
+    const words = this.levels.length ? [["levels", this.levels.join(",")]] : [];
+    if (this.varies)
+      words.push(...Object.entries(vary).map(([path, values]) => ["vary", `${path}=${[values].flat().join(",")}`]));
+    words.push(...Object.entries(others).map(([name, value]) => [name.replace("_", "-"), value]));
+    return `octet compare job.yaml${words.map(([name, value]) => ` --${name} ${quoted(value)}`).join("")}`;
   }
 
   #tell() {
-    remember({ levels: this.levels.join(","), seeds: null, tolerance: null, ...this.options });
+    const vary = this.varies ? JSON.stringify(this.options.vary) : null;
+    const none = Object.fromEntries(FIELDS.map((name) => [name, null]));
+    remember({ levels: this.levels.join(","), ...none, ...this.options, vary });
     this.onChange();
   }
 }

@@ -155,7 +155,7 @@ class Submission {
     }
     form.show(document);
     this.level.show(document);
-    this.button.textContent = this.compared.levels.length ? "Start the comparison" : "Submit the job";
+    this.button.textContent = this.compared.isChosen ? "Start the comparison" : "Submit the job";
     this.#once = secret();
     this.#showCurl();
   }
@@ -179,7 +179,8 @@ class Submission {
   async #check() {
     const version = this.#version;
     const [first, ...others] = this.compared.levels;
-    if (first && !others.length) return fill(this.result, h("p", { class: "bad" }, "Choose a second level to compare with."));
+    if (first && !others.length && !this.compared.varies)
+      return fill(this.result, h("p", { class: "bad" }, "Choose a second level to compare with, or vary a field."));
     const job = first ? withValue(this.document, "precision.level", first) : this.document;
     try {
       const valid = await send("/v1/jobs/validate", job, { signal: this.signal });
