@@ -38,7 +38,7 @@ NCCL_BYTES = 4_340_000_000
 FP8_CAPABILITY = (8, 9)
 PEAK_CLASSES = (*CLASSES, "activations", "logits", "communication", "temporary")
 """Classes of the bytes at a step's peak: those of `memory_report`, and four of tensors that are freed within the step."""
-TRACED_FAMILIES = ("gpt", "llama", "huggingface")
+TRACED_FAMILIES = ("gpt", "llama", "huggingface", "roberta", "deit", "swin")
 ONLY_STATES = "only states: name the level to trace its peak"
 
 

@@ -171,9 +171,8 @@ def test_the_form_starts_a_comparison_of_other_settings(page: "Page", own_site: 
     page.locator("#field-baseline").fill("learning_rate=0.0003")
     page.locator(".result", has_text="It can run").wait_for()
     page.locator("summary", has_text="curl").click()
-    assert page.get_by_label("With this job file as job.yaml").inner_text() == (
-        "octet compare job.yaml --vary training.optimizer.learning_rate=0.0001,0.0003 --baseline learning_rate=0.0003 --at-once 4"
-    )
+    options = "--vary training.optimizer.learning_rate=0.0001,0.0003 --baseline learning_rate=0.0003 --at-once 4"
+    assert page.get_by_label("With this job file as job.yaml").inner_text() == f"octet compare job.yaml {options}"
     page.reload()
     page.locator(".result", has_text="It can run").wait_for()
     assert page.locator("#field-vary").input_value() == "{training.optimizer.learning_rate: [0.0001, 0.0003]}"

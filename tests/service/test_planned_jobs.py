@@ -303,32 +303,33 @@ def test_a_job_that_nobody_planned_is_measured_by_its_states(world: World, clien
 
 
 @ON_SQLITE
-@pytest.mark.parametrize(
-    ("changes", "allowed"),
-    [
-        ({"resources": {"pool": "cpu"}}, "pools with memory_per_device_bytes: h100"),
-        (
-            {"model": {"preset": "roberta-tiny"}, "resources": {"pool": "h100"}},
-            "steps of family roberta are not traced",
-        ),
-    ],
-)
-def test_auto_is_refused_where_no_level_could_be_chosen(
-    client: TestClient, spec_document: Document, changes: Document, allowed: str
-) -> None:
-    answer = client.post("/v1/jobs", json=spec_document | {"precision": "auto"} | changes)
+def test_auto_is_refused_in_a_pool_that_states_no_memory(client: TestClient, spec_document: Document) -> None:
+    answer = client.post("/v1/jobs", json=spec_document | {"precision": "auto", "resources": {"pool": "cpu"}})
     assert answer.status_code == 422
     (error,) = answer.json()["errors"]
     assert error["field"] == "precision.level"
-    assert allowed in error["allowed"]
+    assert "pools with memory_per_device_bytes: h100" in error["allowed"]
 
 
 @ON_SQLITE
-def test_auto_is_refused_on_a_server_without_a_planner(world: World, spec_document: Document) -> None:
-    job = JobSpec.model_validate(spec_document | {"precision": "auto", "resources": {"pool": "h100"}})
+@pytest.mark.parametrize(
+    ("changes", "has_planner", "allowed"),
+    [
+        ({}, False, "planner is off"),
+        (
+            {"model": {"family": "huggingface", "path": "/models/saved"}, "adapter": {"rank": 16}},
+            True,
+            "steps with adapters are not traced",
+        ),
+    ],
+)
+def test_auto_is_refused_where_no_peak_can_be_known(
+    world: World, spec_document: Document, changes: Document, has_planner: bool, allowed: str
+) -> None:
+    job = JobSpec.model_validate(spec_document | {"precision": "auto", "resources": {"pool": "h100"}} | changes)
     with pytest.raises(InvalidRequest) as refused:
-        check_options(job, world.settings.model_copy(update={"planner": False}))
-    assert "planner is off" in refused.value.errors[0].allowed
+        check_options(job, world.settings.model_copy(update={"planner": has_planner}))
+    assert allowed in refused.value.errors[0].allowed
 
 
 @ON_SQLITE

@@ -53,10 +53,9 @@ def traces_of(
     config: of the model's folder. found: a network of transformers. One whose blocks differ is traced whole.
     """
     blocks, _ = counts(spec)
-    if found is not None and (found.depth is None or found.depth <= blocks[1]):
-        return Tracing((1, 2), 1, [trace(spec, None, num_sequences, pipeline_rank, config)] * 2)
     depth = depth_of(spec, pipeline_rank) if found is None else found.depth
-    assert depth is not None
+    if depth is None or (found is not None and depth <= blocks[1]):
+        return Tracing((1, 2), 1, [trace(spec, None, num_sequences, pipeline_rank, config)] * 2)
     return Tracing(blocks, depth, [trace(spec, number, num_sequences, pipeline_rank, config) for number in blocks])
 
 
@@ -82,10 +81,10 @@ def peak_of(spec: JobSpec, tracings: Sequence[Tracing]) -> Peak:
     )
 
 
-def depth_of(spec: JobSpec, pipeline_rank: int = 0) -> int:
-    """Return the number of blocks that a rank of the pipeline holds; without one, of the job's model."""
-    sizes: Any = spec.model.sizes  # of the families that are traced
-    return spec.layout.num_blocks_of(pipeline_rank, int(sizes.num_layers))
+def depth_of(spec: JobSpec, pipeline_rank: int = 0) -> int | None:
+    """Return the number of blocks that a rank of the pipeline holds; without one, of the model. None if blocks differ."""
+    num_layers: int | None = getattr(spec.model.sizes, "num_layers", None)
+    return None if num_layers is None else spec.layout.num_blocks_of(pipeline_rank, num_layers)
 
 
 def counts(spec: JobSpec) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from octet.api_schemas import JobSpec
+from octet.api_schemas.inputs import ImageInput
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.huggingface import HuggingFaceSpec, NetworkShapes
 from octet.api_schemas.models.shapes import ParameterShape
@@ -18,6 +19,10 @@ from octet.worker.models.huggingface import build_shallow
 from octet.worker.models.initial import parameters_on_meta
 from octet.worker.parallel.tensor_plan import plan_of, roles_of
 
+NUM_DOCUMENTS = 16
+"""Documents of a packed row. The data, which is not read here, has other numbers; tensors of a step hardly depend on them."""
+PREDICTED_SHARE = 0.15
+"""The share of a sequence's tokens that a masked model predicts (`worker/data/targets.py`)."""
 DIVIDED_DIMS = {"column": 0, "column of 3": 0, "embedding": 0, "head": 0, "row": 1}
 
 
@@ -41,9 +46,30 @@ def build(spec: JobSpec, config: Mapping[str, Any] | None, num_blocks: int | Non
             model = build_shallow(spec.model, config, num_blocks)
             unstack_experts(model, spec.resolved_precision)
             return model
+        if num_blocks is None:
+            return build_model(spec.model, spec.training.seed)
         sizes = spec.model.sizes.model_copy(update={"num_layers": num_blocks})
         fields = {name: value for name, value in sizes if name in type(spec.model).model_fields}
         return build_model(type(spec.model).model_validate({"family": spec.model.family, **fields}), spec.training.seed)
+
+
+def batch_of(spec: JobSpec, sizes: FamilySizes, num_sequences: int, device: torch.device) -> dict[str, Tensor]:
+    """Return a batch as a job's data gives it, without its values."""
+    takes = sizes.takes
+    if isinstance(takes, ImageInput):
+        shape = (num_sequences, takes.num_channels, takes.image_size, takes.image_size)
+        labels = torch.zeros(num_sequences, dtype=torch.int64, device=device)
+        return {"images": torch.empty(shape, device=device), "labels": labels}
+    num_tokens = spec.training.sequence_length
+    if sizes.task == "masked_token":
+        tokens_BT = torch.randint(0, 2, (num_sequences, num_tokens), device=device)
+        positions_BP = tokens_BT[:, : max(1, round(PREDICTED_SHARE * num_tokens))].clone()
+        return {"tokens": tokens_BT, "positions": positions_BP, "targets": positions_BP.clone()}
+    tokens_BT = torch.randint(0, 2, (num_sequences, num_tokens + 1), device=device)
+    batch = {"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}
+    if spec.data.is_packed:
+        batch["documents"] = torch.zeros(num_sequences, NUM_DOCUMENTS, dtype=torch.int32, device=device)
+    return batch
 
 
 def to_device(model: nn.Module, device: torch.device) -> None:

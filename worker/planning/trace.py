@@ -8,6 +8,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from octet.api_schemas import JobSpec, Layout
+from octet.api_schemas import JobSpec, Layout, tokens_per_sample
+from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.plan import why_not_traced
 from octet.worker.fp8 import weights
 from octet.worker.mesh import Axes
@@ -38,8 +40,8 @@ from octet.worker.prepare.memory_options import prepare_steps
 if TYPE_CHECKING:
     from octet.worker.parallel.pipeline.schedule import PipelineRun  # loads torch's pipelining, which takes a second
 
-NUM_DOCUMENTS = 16
-"""Documents of a packed row. The data, which is not read here, has other numbers; tensors of a step hardly depend on them."""
+Batch = Callable[[], dict[str, Tensor]]
+"""Makes a micro-batch."""
 MOST_PASSES = 2
 """Micro-batches that are traced: every pass after the first finds the gradients of those before it."""
 WHOLE = 1 << 62
@@ -88,28 +90,32 @@ def trace(
         live = Curve(_num_words(spec, config))
         with live:
             whole = None if num_blocks is None else num_blocks * spec.layout.pipeline
-            model, optimizer, parallel = _build(spec, network.build(spec, config, whole), rank, device)
+            sizes = network.sizes_of(spec, config)
+            model, optimizer, parallel = _build(spec, sizes, network.build(spec, config, whole), rank, device)
             if parallel.pipeline is not None:
                 gc.collect()  # modules of other stages that refer to each other
-            return _step(spec, num_sequences, model, optimizer, parallel, live)
+            batch = partial(network.batch_of, spec, sizes, num_sequences, device)
+            return _step(spec, batch, model, optimizer, parallel, live)
 
 
 def find_network(spec: JobSpec, config: Mapping[str, Any] | None) -> network.Found | None:
     """Look at a network of transformers, whose parameters nobody else knows; None for one with a closed form."""
-    if spec.model.sizes.parameters() is not None:
+    if spec.model.family != "huggingface":
         return None
     check(spec)
     with fake_gpu(), LiveBytes(see_within=see_within, device_type=DEVICE_TYPE):
         return network.look_at(spec, config)
 
 
-def _build(spec: JobSpec, model: TrainedModel, rank: int, device: torch.device) -> tuple[TrainedModel, Any, Parallel]:
+def _build(
+    spec: JobSpec, sizes: FamilySizes, model: TrainedModel, rank: int, device: torch.device
+) -> tuple[TrainedModel, Any, Parallel]:
     """Convert a model and put it on its mesh as a job does, with parameters that have no values."""
     training = spec.training
     network.to_device(model, device)
     optimizer = build_optimizer(parameter_groups(model, training.optimizer), training.optimizer, training.gradient_clip)
     precision = spec.resolved_precision.model_copy(update={"statistics_every": 0})
-    tokens = spec.batch.micro_batch_size * spec.tokens_per_sample
+    tokens = spec.batch.micro_batch_size * tokens_per_sample(sizes.takes, training.sequence_length)
     prepared = prepare(model, optimizer, precision, seed=training.seed, tokens=tokens)
     assert prepared.optimizer is not None
     eager = training.model_copy(update={"compile": "off"})
@@ -118,21 +124,11 @@ def _build(spec: JobSpec, model: TrainedModel, rank: int, device: torch.device) 
     return model, prepared.optimizer, on_mesh(prepared.model, prepared.optimizer, mesh, spec.parallelism)
 
 
-def _step(spec: JobSpec, num_sequences: int, model: TrainedModel, optimizer: Any, parallel: Parallel, live: Curve) -> Trace:
+def _step(spec: JobSpec, batch: Batch, model: TrainedModel, optimizer: Any, parallel: Parallel, live: Curve) -> Trace:
     """Take one step. Returns its curve."""
-    device = parallel.replicas.device
-    shape = (num_sequences, spec.training.sequence_length + 1)
     before, num_passes = live.num_bytes, spec.batch.num_micro_batches
     sent_before = sent_on_axes(parallel.axes)
     live.begin_step(model, optimizer)
-
-    def batch() -> dict[str, Tensor]:
-        tokens_BT = torch.randint(0, 2, shape, device=device)
-        samples = {"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}
-        if spec.data.is_packed:
-            samples["documents"] = torch.zeros(num_sequences, NUM_DOCUMENTS, dtype=torch.int32, device=device)
-        return samples
-
     if parallel.pipeline is None:
         num_traced = min(num_passes, MOST_PASSES)
         _pass_alone(num_traced, batch, model, parallel, live)
@@ -163,9 +159,7 @@ def sent_on_axes(axes: Axes) -> Counter[str]:
     return found
 
 
-def _pass_alone(
-    num_passes: int, batch: Callable[[], dict[str, Tensor]], model: TrainedModel, parallel: Parallel, live: Curve
-) -> None:
+def _pass_alone(num_passes: int, batch: Batch, model: TrainedModel, parallel: Parallel, live: Curve) -> None:
     """Pass micro-batches forward and backward, one after the other."""
     for index in range(num_passes):
         live.begin("forward")
@@ -179,7 +173,7 @@ def _pass_alone(
 def _pass_on(
     num_passes: int,
     num_traced: int,
-    batch: Callable[[], dict[str, Tensor]],
+    batch: Batch,
     parallel: Parallel,
     pipeline: "PipelineRun",
     live: Curve,

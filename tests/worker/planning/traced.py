@@ -20,6 +20,11 @@ GPT = {"hidden_size": 2048, "num_layers": NUM_BLOCKS, "num_heads": 4, "vocab_siz
 LLAMA = GPT | {"family": "llama", "num_key_value_heads": 2, "intermediate_size": 5632}
 SAVING = {"fused_loss": True, "saved_activations": "fp8", "gradient_release": True, "gradient_clip": None}
 ALL_FP8 = {"auto_filter": False}
+IMAGES = {"image_size": 32, "patch_size": 4, "num_channels": 3, "num_classes": 16}
+VIT = {
+    **{"hidden_size": 1024, "num_hidden_layers": NUM_BLOCKS, "num_attention_heads": 16, "intermediate_size": 4096},
+    **{"image_size": 32, "patch_size": 4, "num_labels": 16},
+}
 QWEN3 = {
     "family": "huggingface",
     "architecture": "qwen3",
@@ -54,6 +59,16 @@ CASES: dict[str, dict[str, Any]] = {
     "context": {"model": LLAMA, "workers": 2, "parallelism": {"context": 2}},
     "context, ZeRO 1": {"workers": 4, "parallelism": {"context": 2, "zero_stage": 1}},
     **{f"pipeline, rank {rank}": IN_STAGES | {"pipeline_rank": rank} for rank in range(3)},
+    "roberta": {"model": GPT | {"family": "roberta", "num_heads": 16}},
+    "deit": {"model": IMAGES | {"family": "deit", "hidden_size": 1024, "num_layers": NUM_BLOCKS, "num_heads": 16}},
+    "swin": {
+        "model": IMAGES | {"family": "swin", "embed_dim": 128, "depths": [2, 2], "num_heads": [4, 8], "window_size": 4},
+        "level": "bf16-amp",
+    },
+    "vit of transformers": {
+        "model": {"family": "huggingface", "architecture": "vit", "config": VIT},
+        "level": "O3-split",
+    },
     **{f"transformers {level}": {"model": QWEN3, "level": level} for level in ("bf16-amp", "O2")},
     "transformers, ZeRO 3": {"model": QWEN3, "workers": 2, "parallelism": {"zero_stage": 3}},
     "transformers, tensor": {"model": QWEN3, "workers": 2, "parallelism": {"tensor": 2, "sequence": True}},
@@ -67,12 +82,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 def spec_of(model: Any = GPT, level: str = "O2", workers: int = 1, training: Any = None, parallelism: Any = None) -> JobSpec:
     filters = ALL_FP8 if level[0] == "O" or level == "te" else {}
-    defaults = {"steps": 1, "global_batch_size": 2 * workers, "sequence_length": 64, "compile": "off"}
+    is_vision = model.get("family") in ("deit", "swin") or model.get("architecture") == "vit"
+    defaults = {"steps": 1, "global_batch_size": 2 * workers, "compile": "off"} | ({} if is_vision else {"sequence_length": 64})
     document = {
         "name": "trace",
         "model": model,
         "precision": {"level": level, **filters},
-        "data": {"source": "tokens", "path": "/data"},
+        "data": {"source": "images", "path": "/data.npz"} if is_vision else {"source": "tokens", "path": "/data"},
         "training": defaults | (training or {}),
         "parallelism": parallelism or {},
         "resources": {"workers": workers},
@@ -87,7 +103,8 @@ def found(pipeline_rank: int = 0, **case: Any) -> dict[str, Any]:
     network = find_network(spec, None)
     tracing = traces_of(spec, few, pipeline_rank, None, network)
     moments = extrapolate([tracing.traces], tracing.blocks, tracing.depth)
-    whole = trace(spec, None if network else depth_of(spec, pipeline_rank), few, pipeline_rank)
+    depth = None if network else depth_of(spec, pipeline_rank)
+    whole = trace(spec, depth, few, pipeline_rank)
     whole_peak = max((moment for phase in whole.phases for moment in phase), key=lambda moment: moment.num_bytes)
     return {
         "sent": moments.sent,
