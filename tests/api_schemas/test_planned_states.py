@@ -212,7 +212,9 @@ MIXTURE = QWEN3 | {
 }
 
 
-@pytest.mark.parametrize("level", ["bf16-amp", "te", "O3-split-8bit"])
+@pytest.mark.parametrize(
+    "level", ["O3-split-8bit", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("bf16-amp", "te"))]
+)
 @pytest.mark.parametrize("model", [QWEN3, MIXTURE], ids=lambda model: str(model["architecture"]))
 def test_one_rank_of_a_network_of_transformers(model: dict[str, Any], level: str) -> None:
     """The planner's process finds the parameters, from which the closed form gives what a rank holds."""
