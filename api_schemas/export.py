@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from octet.api_schemas.base import Contract, Timestamp
+from octet.api_schemas.base import Contract, Timestamp, refusal
+from octet.api_schemas.data.stores import check_url
 
 EXPORT_NAME = r"step_[0-9]{10}_[a-z0-9-]{1,32}"
 """The name of an export's folder: the checkpoint's, and the form."""
@@ -46,6 +47,12 @@ class ExportSpec(Contract):
         description="end: of the last checkpoint; best: of that with the lowest evaluation loss, at the end; every_checkpoint: "
         "as soon as each is complete, while the ranks wait",
     )
+    target: str | None = Field(
+        default=None,
+        max_length=1024,
+        description="a URL such as s3://bucket/prefix that the operator allows (OCTET_EXPORT_STORES): the export is also "
+        "written to the folder {target}/{job id}/{name}; default: the job's own folder alone",
+    )
     merge: bool = Field(default=False, description="of a job with adapter: the whole model with the adapters added to it")
     compared_tokens: int = Field(
         default=8192,
@@ -59,6 +66,14 @@ class ExportSpec(Contract):
         gt=0.0,
         description="an export whose divergence from the trainer's evaluation is larger, in nats per token, is not kept",
     )
+
+    @field_validator("target")
+    @classmethod
+    def _target_is_url(cls, target: str | None) -> str | None:
+        try:
+            return None if target is None else check_url(target)
+        except ValueError as error:
+            raise refusal("", got=target, allowed=f"a URL: {error}", change="Change export.target.") from None
 
     @property
     def label(self) -> str:
@@ -107,3 +122,6 @@ class Export(Contract):
     num_bytes: int
     sha256: str
     mismatch: MismatchCard | None = Field(description="null for adapters, which no server computes by themselves")
+    address: str | None = Field(
+        default=None, description="the URL of its folder in an object store; null if it is in the job's folder alone"
+    )

@@ -42,7 +42,7 @@ class LaunchOrder(Contract):
     data_roots: tuple[str, ...] | None = Field(
         default=None, description="folders that the ranks may read data from; null for no restriction"
     )
-    stores: StoreAccess = Field(default=StoreAccess(), description="the object stores that the ranks may read data from")
+    stores: StoreAccess = Field(default=StoreAccess(), description="the object stores that the ranks may use")
     user: RankUser | None = Field(default=None, description="the ranks run as this user; null: as the process that starts them")
     job_dir: str = Field(description="the job's folder for checkpoints and spools, shared by its workers")
     checkpoints: tuple[CheckpointRef, ...] = Field(description="newest first; the first that passes its check is used")

@@ -95,6 +95,7 @@ class ExportReport(Contract):
     num_bytes: Count
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     mismatch: MismatchCard | None = None
+    address: str | None = Field(default=None, max_length=2048, description="the URL of its copy in an object store")
 
 
 class MeasuredReport(Contract):

@@ -285,12 +285,15 @@ def checkpoints_table(checkpoints: Iterable[Checkpoint]) -> Table:
 
 def exports_table(exports: Iterable[Export]) -> Table:
     """A row for each export: KL divergence in nats, and the share of tokens with the same first choice, both as served."""
-    grid = table("NAME", "STEP", "SIZE", "KL", "SAME TOP", "CREATED", right=("STEP", "SIZE", "KL", "SAME TOP"))
-    for item in exports:
+    rows = list(exports)
+    elsewhere = ("ADDRESS",) if any(item.address for item in rows) else ()
+    grid = table("NAME", "STEP", "SIZE", "KL", "SAME TOP", "CREATED", *elsewhere, right=("STEP", "SIZE", "KL", "SAME TOP"))
+    for item in rows:
         found = item.mismatch.evaluation if item.mismatch is not None else None
         distance = ("–", "–") if found is None else (f"{found.kl_divergence:.3g}", f"{found.top1_agreement:.2%}")
         at = item.created_at.astimezone().strftime("%Y-%m-%d %H:%M")
-        grid.add_row(item.name, str(item.step), num_bytes(item.num_bytes), *distance, at)
+        address = (item.address or "–",) if elsewhere else ()
+        grid.add_row(item.name, str(item.step), num_bytes(item.num_bytes), *distance, at, *address)
     return grid
 
 

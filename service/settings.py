@@ -86,6 +86,9 @@ class Settings(BaseSettings):
     data_stores: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(), description="URLs in object stores, by commas; a job may read them and what lies below; default: none"
     )
+    export_stores: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="URLs in object stores, by commas; a job may export to them and below; default: none"
+    )
     data_cache_dir: Path | None = Field(
         default=None, description="folder on each node for what was read from object stores; default: data-cache in data_dir"
     )
@@ -144,7 +147,7 @@ class Settings(BaseSettings):
     save_grace_s: Seconds = Field(default=600, description="for workers that save a checkpoint before they stop")
     elastic_grow_after_s: Seconds = Field(default=60, description="how long slots are free before an elastic job takes them")
 
-    @field_validator("api_keys", "data_stores", mode="before")
+    @field_validator("api_keys", "data_stores", "export_stores", mode="before")
     @classmethod
     def _parts_by_comma(cls, value: Any) -> Any:
         return tuple(key.strip() for key in value.split(",") if key.strip()) if isinstance(value, str) else value
@@ -288,14 +291,19 @@ class Settings(BaseSettings):
     def readable_files(self) -> Files:
         """The files that a submission may look at, within the limits of a check."""
         roots = tuple(map(str, self.readable_roots))
-        stores = StoreAccess(prefixes=self.data_stores)  # nothing of them is read, so nothing is kept
+        stores = StoreAccess(prefixes=self.data_stores, export_prefixes=self.export_stores)  # nothing of them is read or kept
         return Files(roots, self.data_check_max_entries, self.data_check_timeout_s, stores)
 
     @property
     def store_access(self) -> StoreAccess:
-        """The prefixes of object stores that ranks may read, and the folder that they keep them in."""
-        folder = self.data_cache_dir or self.data_dir / "data-cache"
-        return StoreAccess(prefixes=self.data_stores, cache_folder=str(folder.resolve()), cache_bytes=self.data_cache_bytes)
+        """The prefixes of object stores that ranks may read and export to, and the folder that they keep what they read in."""
+        folder = str((self.data_cache_dir or self.data_dir / "data-cache").resolve())
+        return StoreAccess(
+            prefixes=self.data_stores,
+            export_prefixes=self.export_stores,
+            cache_folder=folder,
+            cache_bytes=self.data_cache_bytes,
+        )
 
     def store_access_of(self, user: RankUser | None) -> StoreAccess:
         """Do the same for the ranks of a user, who has a folder of its own."""

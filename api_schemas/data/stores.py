@@ -1,8 +1,8 @@
-"""Data in object stores: how a job names it, which prefixes an operator allows, and where ranks keep what they have read.
+"""Object stores: how a job names a place in one, which prefixes an operator allows, and where ranks keep what they have read.
 
 A job names a URL, such as `s3://corpus/books`, and nothing else: the nodes of the operator have the credentials. The control
-plane compares the URL with the allowed prefixes and connects to nothing; ranks compare it again and read it
-(`worker/data/stores.py`).
+plane compares the URL with the allowed prefixes and connects to nothing; ranks compare it again and read it, or write an
+export to it (`worker/data/stores.py`).
 """
 
 import re
@@ -55,27 +55,35 @@ def place_of(path: str) -> Path:
 
 
 class StoreAccess(Contract):
-    """The URLs in object stores that ranks may read, and a cache for them. Without prefixes: none."""
+    """The URLs in object stores that ranks may read and may write exports to, and a cache. Without prefixes: none."""
 
     prefixes: tuple[str, ...] = Field(default=(), description="URLs; a job may name one of them or what lies below it")
+    export_prefixes: tuple[str, ...] = Field(
+        default=(), description="URLs; a job may write its exports to one of them or to what lies below it"
+    )
     cache_folder: str | None = Field(default=None, description="folder for what was read; null keeps nothing")
     cache_bytes: int = Field(default=DEFAULT_CACHE_BYTES, ge=0, description="most bytes in the cache folder of a node")
 
-    @field_validator("prefixes")
+    @field_validator("prefixes", "export_prefixes")
     @classmethod
     def _prefixes_are_urls(cls, prefixes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(check_url, prefixes))
 
     def require(self, url: str) -> None:
-        """Raise SpecConflict unless a URL is an allowed prefix or lies below one."""
-        is_below = any(url == prefix or url.startswith(f"{prefix}/") for prefix in self.prefixes)
-        if not is_below or ".." in url.split("/"):
-            allowed = (
-                f"a place below {', '.join(self.prefixes)}" if self.prefixes else "a path: no object store is allowed here"
-            )
-            raise SpecConflict(
-                "data.path", url, allowed, "Change data.path, or have the operator add its prefix to OCTET_DATA_STORES."
-            )
+        """Raise SpecConflict unless a URL to read is an allowed prefix or lies below one."""
+        _require_below(self.prefixes, url, "data.path", "OCTET_DATA_STORES", "a path: no object store is allowed here")
+
+    def require_export(self, url: str) -> None:
+        """Raise SpecConflict unless a URL to write exports to is an allowed prefix or lies below one."""
+        none = "none: no object store is allowed here"
+        _require_below(self.export_prefixes, url, "export.target", "OCTET_EXPORT_STORES", none)
+
+
+def _require_below(prefixes: tuple[str, ...], url: str, field: str, setting: str, none: str) -> None:
+    is_below = any(url == prefix or url.startswith(f"{prefix}/") for prefix in prefixes)
+    if not is_below or ".." in url.split("/"):
+        allowed = f"a place below {', '.join(prefixes)}" if prefixes else none
+        raise SpecConflict(field, url, allowed, f"Change {field}, or have the operator add its prefix to {setting}.")
 
 
 NO_STORES = StoreAccess()

@@ -104,14 +104,19 @@ def exports(
     ] = None,
     layout: Layout = "compressed-tensors",
     activations: Annotated[Literal["none", "dynamic", "static"], typer.Option("--activations", help=_ACTIVATIONS)] = "none",
+    target: Annotated[
+        str | None, typer.Option("--target", metavar="URL", help="With --format: also write it there, as s3://bucket/prefix.")
+    ] = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
     """Show the exports of a job, and how far each is from what was trained; or ask for one."""
     terminal = Terminal()
+    if target is not None and format is None:
+        raise typer.BadParameter("it says where an export is written that --format asks for.", param_hint="--target")
     with connect(url) as client:
         if format is not None:
-            spec = {"format": format, "layout": layout, "activations": activations}
+            spec = {"format": format, "layout": layout, "activations": activations, "target": target}
             job = client.export(find_job(client, job_id).id, spec)
             show_job = Text(f"{job.id} is {job.state.value}, to be exported. Watch it with: octet watch {job.id}")
             terminal.show_json(job) if as_json else terminal.show(show_job)

@@ -358,6 +358,7 @@ class ExportRow(Base):
     created_at: Mapped[datetime]
     num_bytes: Mapped[int] = mapped_column(BigInteger)
     sha256: Mapped[str] = mapped_column(String(64))
+    address: Mapped[str | None] = mapped_column(String(2048))
     mismatch: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 

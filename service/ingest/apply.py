@@ -305,6 +305,9 @@ class _Reports:
             return
         data: dict[str, Any] = {"step": body.step, "name": body.name, "num_bytes": body.num_bytes}
         message = f"the checkpoint of step {body.step} is exported as {body.name}"
+        if body.address is not None:
+            data["address"] = body.address
+            message += f", and in {body.address}"
         if body.mismatch is not None:
             compared = body.mismatch.evaluation
             data |= compared.model_dump()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
-from octet.api_schemas import JobSpec, Violation
+from octet.api_schemas import ExportSpec, JobSpec, SpecConflict, Violation
 from octet.api_schemas.plan import why_not_traced
 from octet.api_schemas.rules.table import check_without_effect
 from octet.service.errors import EntrypointNotAllowed, NotReady, TooManyRequests
@@ -96,6 +96,7 @@ def check_options(spec: JobSpec, settings: Settings) -> None:
     _check_pool(spec, settings)
     _check_level(spec, settings)
     check_cost(spec.resources.max_cost, spec.resources.pool, settings.slot_hour_prices)
+    check_export(spec.export, settings)
     if conflict := check_without_effect(spec):
         refuse(conflict.field, conflict.got, conflict.allowed, conflict.change)
 
@@ -109,6 +110,15 @@ def check_priority(priority: int, most: int) -> None:
             f"at most {most} for the role of your key",
             "Lower priority (of a job that is over: clone it), or have somebody with a higher role do this.",
         )
+
+
+def check_export(export: ExportSpec | None, settings: Settings) -> None:
+    """Raise InvalidRequest for an export to a place that the operator does not allow."""
+    if export is not None and export.target is not None:
+        try:
+            settings.store_access.require_export(export.target)
+        except SpecConflict as conflict:
+            refuse(conflict.field, conflict.got, conflict.allowed, conflict.change)
 
 
 def _check_limits(spec: JobSpec, tenant: str, settings: Settings) -> None:

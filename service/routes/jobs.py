@@ -32,6 +32,7 @@ from octet.service.http.bodies import PATCH_OF_SPEC, body_of, read_json, read_pa
 from octet.service.http.pages import page_as_json
 from octet.service.http.problems import answers
 from octet.service.jobs import commands, requests
+from octet.service.jobs.admission import check_export
 from octet.service.jobs.requests import Request, key_in_batch
 from octet.service.jobs.specs import changed, naming, specs_of
 from octet.service.jobs.submissions import Stored
@@ -227,6 +228,7 @@ def export(
     The job waits for slots as any other, and is over again when the export is in its list. Without a body: in bf16.
     """
     spec, prices = wanted or ExportSpec(), context.settings.slot_hour_prices
+    check_export(spec, context.settings)
     return _change(context, lambda session, now: commands.export(session, job_id, spec, now, tenant, prices))
 
 

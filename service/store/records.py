@@ -131,10 +131,16 @@ def checkpoint_step(session: Session, job_id: str, checkpoint_id: str) -> int | 
 
 
 def put_export(session: Session, row: ExportRow) -> bool:
-    """Add an export in the place of one of the same name. Returns whether it is another than that one."""
+    """Add an export in the place of one of the same name. Returns whether it is another than that one, or at another address.
+
+    An export that is reported without an address keeps the one that it has.
+    """
     before = find_saved(session, ExportRow, row.job_id, row.name)
     if before is not None and before.sha256 == row.sha256:
-        return False
+        if row.address in (None, before.address):
+            return False
+        before.address = row.address
+        return True
     session.execute(delete(ExportRow).where(ExportRow.job_id == row.job_id, ExportRow.name == row.name))
     session.add(row)
     return True

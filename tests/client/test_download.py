@@ -212,6 +212,11 @@ def test_an_export_is_asked_for_shown_and_downloaded(
     [export] = client.exports(job.id)
     asked = octet(app, "exports", job.id)
     assert (asked.exit_code, "step_0000000004_fp8" in asked.stdout, "0.25" in asked.stdout) == (0, True, True)
+    assert "ADDRESS" not in asked.stdout
+    rank.report(as_exported(app, job.id).model_copy(update={"address": "s3://models/a"}))
+    assert "s3://models/a" in octet(app, "exports", job.id).stdout
+    without_form = octet(app, "exports", job.id, "--target", "s3://models")
+    assert (without_form.exit_code, "--format" in without_form.stderr) == (2, True)
     assert json.loads(octet(app, "exports", job.id, "--json").stdout)[0]["id"] == export.id
     for wanted in ("newest", export.id, export.name):
         out = tmp_path / wanted
@@ -226,7 +231,7 @@ def test_an_export_is_asked_for_shown_and_downloaded(
 def as_exported(app: OctetApp, job_id: str) -> ExportReport:
     """Write an export as a worker does, and return the report about it."""
     folder = app.settings.job_dir(job_id) / "exports" / "step_0000000004_fp8"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_bytes(b"{}")
     files = {"config.json": {"num_bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}}
     manifest = json.dumps({"version": 1, "step": 4, "files": files}).encode()

@@ -42,6 +42,7 @@ OTHERS: dict[str, Any] = {
     "imagePullSecrets": [{"name": "registry"}],
     "secrets": {"apiKeys": "my-keys"},
     "dataStores": ["s3://corpus/books"],
+    "exportStores": ["s3://models/octet", "gs://models"],
     "storage": {"className": "shared", "data": "5Ti"},
     "monitoring": {"namespace": "observability", "docsUrl": "https://docs.example.com/operations.html"},
     "quotas": {"priorities": {"submitter": 60}, "tenants": {"vision": {"storage_bytes": 2000000000000, "retention_days": 30}}},
@@ -84,6 +85,7 @@ def test_values_arrive_where_they_belong() -> None:
     (api,) = found["Deployment/octet-api"]["spec"]["template"]["spec"]["containers"]
     assert api["image"] == OTHERS["images"]["control"]
     assert {"name": "OCTET_DATA_STORES", "value": "s3://corpus/books"} in api["env"]
+    assert {"name": "OCTET_EXPORT_STORES", "value": "s3://models/octet,gs://models"} in api["env"]
     assert {"name": "OCTET_RUNBOOKS_URL", "value": OTHERS["monitoring"]["docsUrl"]} in api["env"]
     assert found["Deployment/octet-api"]["spec"]["template"]["spec"]["imagePullSecrets"] == [{"name": "registry"}]
     assert found["PersistentVolumeClaim/octet-data"]["spec"]["storageClassName"] == "shared"

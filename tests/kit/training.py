@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from octet.api_schemas import CheckpointRef, CheckpointReport, JobSpec, ReportBody, StepReport
+from octet.api_schemas import ANY_FILE, CheckpointRef, CheckpointReport, Files, JobSpec, ReportBody, StepReport
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.common.errors import Cancelled, Stopped
 from octet.worker.mesh import Mesh
@@ -43,10 +43,14 @@ class Recorder:
 
 
 def train(
-    document: dict[str, Any], job_dir: Path, checkpoints: tuple[CheckpointRef, ...] = (), recorder: Recorder | None = None
+    document: dict[str, Any],
+    job_dir: Path,
+    checkpoints: tuple[CheckpointRef, ...] = (),
+    recorder: Recorder | None = None,
+    files: Files = ANY_FILE,
 ) -> tuple[Recorder, Any]:
     recorder = recorder or Recorder()
-    config = resolve(JobSpec.model_validate(document), RankEnv())
+    config = resolve(JobSpec.model_validate(document), RankEnv(), files)
     with Mesh(config.env, torch.device("cpu")) as mesh:
         return recorder, Trainer(config, mesh, recorder, job_dir).run(checkpoints)
 

@@ -480,6 +480,21 @@ def test_an_object_store_is_read_only_where_the_operator_allows_it(root: Path, s
     assert "no object store is allowed here" in unset.allowed
 
 
+def test_an_export_goes_only_where_the_operator_allows_it(root: Path, spec_document: Document) -> None:
+    """A place that may be read may not be written to."""
+    allowed = {"data_stores": ("s3://corpus",), "export_stores": ("s3://models/octet",)}
+    for url in ("s3://models", "s3://models/octet-of-others", "s3://corpus/a"):
+        found = violation(root, spec_document | {"export": {"target": url}}, limits=allowed)
+        assert found is not None
+        assert (found.field, found.got, found.allowed) == ("export.target", url, "a place below s3://models/octet")
+        assert "OCTET_EXPORT_STORES" in found.message
+    document = spec_document | {"data": {"source": "text", "path": "s3://corpus/a"}}
+    assert violation(root, document | {"export": {"target": "s3://models/octet/a"}}, limits=allowed) is None
+    unset = violation(root, spec_document | {"export": {"target": "s3://corpus/a"}}, limits={"data_stores": ("s3://corpus",)})
+    assert unset is not None
+    assert "no object store is allowed here" in unset.allowed
+
+
 def test_the_tokenizer_of_a_source_in_a_store_is_checked(root: Path, spec_document: Document) -> None:
     write(root, {"tokenizer/readme": 1})
     data = {"source": "jsonl", "path": "s3://corpus/chats.jsonl", "tokenizer": str(root / "tokenizer")}

@@ -88,6 +88,22 @@ def test_an_export_that_is_reported_again_is_one(client: TestClient, world: Worl
 
 
 @ON_SQLITE
+def test_an_export_in_an_object_store_is_listed_with_its_address(client: TestClient, world: World) -> None:
+    """One that was in the job's folder alone gets an address, and keeps it when it is reported without."""
+    job_id, rank = world.start()
+    report = write_export(world, job_id)
+    address = f"s3://models/{job_id}/{report.name}"
+    rank.send(step(1), step(2), report)
+    assert client.get(f"/v1/jobs/{job_id}/exports").json()["data"][0]["address"] is None
+    rank.send(report.model_copy(update={"address": address}), report.model_copy(update={"address": address}), report)
+    [shown] = client.get(f"/v1/jobs/{job_id}/exports").json()["data"]
+    assert shown["address"] == address
+    first, second = events_of(client, job_id)
+    assert ("address" in first["data"], second["data"]["address"]) == (False, address)
+    assert f"and in {address}" in second["message"]
+
+
+@ON_SQLITE
 def test_pages_of_exports(client: TestClient, world: World) -> None:
     job_id, rank = world.start()
     rank.send(step(1), step(2), step(3), *(write_export(world, job_id, number) for number in (2, 3)))
@@ -166,6 +182,8 @@ def test_a_job_that_succeeded_is_exported_later(client: TestClient, world: World
     refused = client.post(url, json={"format": "bf16", "activations": "dynamic"})
     assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "export.activations")
     assert client.post(url, json={"form": "fp8"}).status_code == 422
+    refused = client.post(url, json={"target": "s3://models"})
+    assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "export.target")
     assert client.get(f"/v1/jobs/{job_id}").json()["state"] == "succeeded"
     answer = client.post(url, json=wanted)
     assert (answer.status_code, answer.json()["state"]) == (202, "queued")

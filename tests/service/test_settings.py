@@ -87,6 +87,9 @@ def test_object_stores_in_the_environment_are_separated_by_commas(tmp_path: Path
     assert access.prefixes == ("s3://corpus", "gs://images/train")
     assert (access.cache_folder, access.cache_bytes) == (str(tmp_path / "data-cache"), 5)
     assert "a::s3://b is not protocol" in refused(data_dir=tmp_path, data_stores=("zip://a::s3://b",))
+    monkeypatch.setenv("OCTET_EXPORT_STORES", "s3://models/octet, file:///srv/models")
+    assert Settings(data_dir=tmp_path).store_access.export_prefixes == ("s3://models/octet", "file:///srv/models")
+    assert "a::s3://b is not protocol" in refused(data_dir=tmp_path, export_stores=("zip://a::s3://b",))
 
 
 def test_pools_from_a_file(tmp_path: Path) -> None:

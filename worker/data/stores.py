@@ -1,8 +1,9 @@
-"""Files in object stores, read by ranges through fsspec and kept in blocks on the node (`store_cache.py`).
+"""Files in object stores through fsspec: read by ranges, kept in blocks on the node (`store_cache.py`), and sent as folders.
 
 The contract lists the prefixes that a job may name (`api_schemas/data/stores.py`). Credentials are those of the node's
 environment, as fsspec's packages read them (s3fs for s3://, gcsfs for gs://); a job has none. A store that does not answer is
-repeated with growing pauses; after the last one the attempt fails with `store_unreachable`, which counts against no job.
+repeated with growing pauses; after the last one an attempt that reads fails with `store_unreachable`, which counts against no
+job, and an export that is sent fails alone.
 """
 
 import hashlib
@@ -10,13 +11,13 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from octet.api_schemas import Files
+from octet.api_schemas import Files, SpecConflict
 from octet.api_schemas.data.stores import StoreAccess, StorePath
 from octet.worker.common.errors import DataError, StoreUnreachable
 from octet.worker.data.store_cache import BlockCache
@@ -139,37 +140,114 @@ class StoreFiles(Files):
 
     def _place_of(self, path: StorePath) -> tuple[Any, str]:
         """Return fsspec's file system of a place, and its name there. Raises SpecConflict for a place that is not allowed."""
-        import fsspec
-
-        url = str(path)
-        self.stores.require(url)
-        protocol = url.partition("://")[0]
-        try:
-            system = fsspec.filesystem(protocol)
-        except (ImportError, ValueError) as error:
-            raise DataError(f"this node cannot read {protocol}:// ({error}). Have the operator install its package.") from error
-        place: str = system._strip_protocol(url)
-        if protocol == "file":  # a link may lead out; other stores have none
-            roots = [prefix.removeprefix("file://") for prefix in self.stores.prefixes if prefix.startswith("file://")]
-            StoreAccess(prefixes=tuple(f"file://{os.path.realpath(root)}" for root in roots)).require(
-                f"file://{os.path.realpath(place)}"
-            )
+        self.stores.require(str(path))
+        system, place = _find_system(str(path), "read")
+        if _is_local(path):  # a link may lead out; other stores have none
+            StoreAccess(prefixes=_without_links(self.stores.prefixes)).require(f"file://{os.path.realpath(place)}")
         return system, place
 
     def _ask(self, verb: str, path: Path, call: Callable[[], Result]) -> Result:
-        """Call a store, again after each pause while it does not answer. Raises StoreUnreachable after the last one."""
-        for pause_s in (*self.pauses_s, None):
-            try:
-                return call()
-            except Exception as error:  # each store's package raises its own
-                if isinstance(error, _ANSWERS) and not _hides_a_failure(error):
-                    raise type(error)(error.errno or 0, str(error.strerror or type(error).__name__), str(path)) from error
-                if pause_s is None:
-                    message = f"could not {verb} {path} in {len(self.pauses_s) + 1} tries: {type(error).__name__}: {error}"
-                    raise StoreUnreachable(message) from error
-                logger.warning("could not %s %s: %r; trying again in %g s", verb, path, error, pause_s)
-            time.sleep(pause_s)
-        raise AssertionError("the last try returns or raises")
+        return _ask(verb, path, call, self.pauses_s)
+
+
+class StoreFolder:
+    """A folder in an object store that an export is written to. It is complete when its last file is there."""
+
+    def __init__(self, url: str, stores: StoreAccess) -> None:
+        """Connects to nothing. Raises SpecConflict for a place that is not allowed, and DataError for an unknown protocol."""
+        stores.require_export(url)
+        self._system, self._place = _find_system(url, "write")
+        self._url, self._stores = StorePath(url), stores
+
+    def send(self, folder: Path, names: Sequence[str], before_each: Callable[[int], None]) -> None:
+        """Send files of a local folder, the last after all others; nothing if all are there already.
+
+        A last file with another content is removed first, so that no mixture of two folders counts. before_each: is called with
+        the number of files that were sent. Raises StoreUnreachable, DataError for a store that has less than it was sent, and
+        OSError.
+        """
+        *_, last = names
+        expected = (folder / last).read_bytes()
+        found = self._read(last)
+        if found == expected and all(self._num_bytes(name) == (folder / name).stat().st_size for name in names):
+            return
+        if found is not None:
+            self._ask("remove", last, self._system.rm_file)
+        for number, name in enumerate(names):
+            before_each(number)
+            self._send(folder / name, name)
+
+    def _send(self, file: Path, name: str) -> None:
+        def put(place: str) -> None:
+            if _is_local(self._url):  # a link may lead out, and folders have to be made; other stores have neither
+                allowed = StoreAccess(export_prefixes=_without_links(self._stores.export_prefixes))
+                allowed.require_export(f"file://{os.path.realpath(place)}")
+                self._system.makedirs(os.path.dirname(place), exist_ok=True)
+            self._system.put_file(str(file), place)
+
+        self._ask("write", name, put)
+        num_bytes = file.stat().st_size
+        if (found := self._num_bytes(name)) != num_bytes:
+            raise DataError(f"{self._url / name} has {found} bytes after {num_bytes} were sent. Look at it, and export again.")
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            content: bytes = self._ask("read", name, self._system.cat_file)
+        except FileNotFoundError:
+            return None
+        return content
+
+    def _num_bytes(self, name: str) -> int | None:
+        """Return the size of a file as the store has it now; None without one."""
+        self._system.invalidate_cache()
+        try:
+            return int(self._ask("find", name, self._system.info)["size"])
+        except FileNotFoundError:
+            return None
+
+    def _ask(self, verb: str, name: str, call: Callable[[str], Result]) -> Result:
+        return _ask(verb, self._url / name, partial(call, f"{self._place.rstrip('/')}/{name}"), PAUSES_S)
+
+
+def _find_system(url: str, verb: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL, and the place's name there. Raises DataError for a protocol without its package."""
+    import fsspec
+
+    protocol = url.partition("://")[0]
+    try:
+        system = fsspec.filesystem(protocol)
+    except (ImportError, ValueError) as error:
+        raise DataError(f"this node cannot {verb} {protocol}:// ({error}). Have the operator install its package.") from error
+    return system, system._strip_protocol(url)
+
+
+def _is_local(path: StorePath) -> bool:
+    return str(path).startswith("file://")
+
+
+def _without_links(prefixes: Sequence[str]) -> tuple[str, ...]:
+    """Return the prefixes that are local folders, with symbolic links resolved."""
+    roots = [prefix.removeprefix("file://") for prefix in prefixes if prefix.startswith("file://")]
+    return tuple(f"file://{os.path.realpath(root)}" for root in roots)
+
+
+def _ask(verb: str, path: Path, call: Callable[[], Result], pauses_s: tuple[float, ...]) -> Result:
+    """Call a store, again after each pause while it does not answer. Raises StoreUnreachable after the last one."""
+    for pause_s in (*pauses_s, None):
+        try:
+            return call()
+        except Exception as error:  # each store's package raises its own
+            if isinstance(error, SpecConflict):
+                raise
+            if isinstance(error, _ANSWERS) and not _hides_a_failure(error):
+                why = str(error.strerror or error) or type(error).__name__
+                raise type(error)(error.errno or 0, why, str(path)) from error
+            if pause_s is None:
+                message = f"could not {verb} {path} in {len(pauses_s) + 1} tries: {type(error).__name__}: {error}"
+                raise StoreUnreachable(message) from error
+            logger.warning("could not %s %s: %r; trying again in %g s", verb, path, error, pause_s)
+        time.sleep(pause_s)
+    raise AssertionError("the last try returns or raises")
 
 
 def _hides_a_failure(error: OSError) -> bool:

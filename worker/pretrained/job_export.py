@@ -2,7 +2,8 @@
 
 Rank 0 makes an export of the files of a checkpoint, on the CPU, whatever ranks have written them: one rank and several with
 ZeRO, `tensor` or a pipeline write the same files. The folder gets its name when it is complete, and names its checkpoint by
-hash; an attempt that finds it reports it again. An export that fails is an event, and training goes on.
+hash; an attempt that finds it reports it again. With `export.target` it is also sent to an object store, its manifest last,
+and is reported when all of it is there. An export that fails is an event, and training goes on.
 """
 
 import hashlib
@@ -18,13 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from octet.api_schemas import CheckpointRef, EventReport, ExportReport, ExportSpec, ReportBody
+from octet.api_schemas import CheckpointRef, EventReport, ExportReport, ExportSpec, ReportBody, SpecConflict
 from octet.api_schemas.export import EXPORT_PROGRESS, MismatchCard
 from octet.worker.checkpoint import BadCheckpoint, complete_in, load
 from octet.worker.checkpoint.files import MANIFEST, WrittenFile, finish, sync
 from octet.worker.common.config import TrainConfig
-from octet.worker.common.errors import InvalidConfig, RankError, Stopped
+from octet.worker.common.errors import DataError, InvalidConfig, RankError, Stopped
 from octet.worker.data import Source
+from octet.worker.data.stores import StoreFolder
 from octet.worker.pretrained.adapter import export_adapter, export_merged
 from octet.worker.pretrained.calibrate import Calibration
 from octet.worker.pretrained.compressed import Fp8Form
@@ -50,7 +52,14 @@ def check_export(config: TrainConfig, model: nn.Module) -> None:
     model: converted, and whole: ranks have not divided it yet.
     """
     spec = config.spec.export
-    if spec is None or config.adapter is not None:
+    if spec is None:
+        return
+    if spec.target is not None:
+        try:
+            StoreFolder(spec.target, config.readable_files.stores)
+        except (DataError, SpecConflict) as error:
+            raise InvalidConfig(str(error)) from None
+    if config.adapter is not None:
         return
     try:
         check_form(model, spec.format, form=_form_of(spec))
@@ -74,7 +83,7 @@ class JobExporter:
     ) -> None:
         """reporter: has the orders to stop. tell: sends a report."""
         self._config, self._spec, self._source, self._reporter, self._tell = config, spec, source, reporter, tell
-        self._checkpoints, self._folder = job_dir / "checkpoints", job_dir / "exports"
+        self._checkpoints, self._folder, self._job_id = job_dir / "checkpoints", job_dir / "exports", job_dir.name
         self._form = _form_of(spec)
         self._pending: list[int] = []
         self._reported_at = 0.0
@@ -121,8 +130,24 @@ class JobExporter:
         if ref is None:
             raise BadCheckpoint(f"{self._checkpoints} has no complete checkpoint of step {step}")
         final = self._folder / f"{ref.name}_{self._spec.label}"
-        if (found := find_export(final, ref)) is not None:
-            return found
+        return self._sent(find_export(final, ref) or self._written(ref, final), final)
+
+    def _sent(self, report: ExportReport, folder: Path) -> ExportReport:
+        """Send an export to the target, if the spec has one, and return its report with its address."""
+        if self._spec.target is None:
+            return report
+        address = f"{self._spec.target}/{self._job_id}/{folder.name}"
+        names = [*json.loads((folder / MANIFEST).read_bytes())["files"], MANIFEST]
+
+        def before_each(num_sent: int) -> None:
+            self._check_order()
+            self._report_progress(report.step, f"{num_sent} of {len(names)} files are sent")
+
+        StoreFolder(address, self._config.readable_files.stores).send(folder, names, before_each)
+        return report.model_copy(update={"address": address})
+
+    def _written(self, ref: CheckpointRef, final: Path) -> ExportReport:
+        """Write an export, and give its folder its name when it is complete."""
         unfinished = self._folder / f"{_UNFINISHED}{final.name}"
         shutil.rmtree(unfinished, ignore_errors=True)
         try:

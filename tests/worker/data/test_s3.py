@@ -1,18 +1,24 @@
-"""s3:// as an operator sets it up: s3fs with the node's own credentials and endpoint, against a server that speaks S3."""
+"""s3:// as an operator sets it up: s3fs with the node's own credentials and endpoint, against a server that speaks S3.
 
+Jobs read their data from it, and send their exports to it.
+"""
+
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octet.api_schemas import TextSpec
-from octet.api_schemas.data.stores import StorePath
+from octet.api_schemas import ANY_FILE, EventReport, ExportReport, TextSpec
+from octet.api_schemas.data.stores import StoreAccess, StorePath
 from octet.worker.common.errors import DataError, StoreUnreachable
 from octet.worker.data import open_source, stores
-from octet.worker.data.stores import StoreFiles
+from octet.worker.data.stores import StoreFiles, StoreFolder
 from octet.worker.data.tokens import TokensSpec
 from tests.kit.object_store import files_of
 from tests.kit.s3_server import serving_s3
+from tests.kit.training import train
 from tests.worker.data.test_sources import write_tokens
 from tests.worker.data.test_stores import outcome
 
@@ -64,3 +70,47 @@ def test_a_job_reads_s3_as_it_reads_a_folder(
             files.num_bytes(StorePath("s3://corpus/missing.bin"))
     with pytest.raises(StoreUnreachable, match="could not find s3://corpus/elsewhere"):
         StoreFiles.of(files_of("s3://corpus")).num_bytes(StorePath("s3://corpus/elsewhere/new.bin"))
+
+
+@pytest.mark.system
+def test_a_job_exports_to_s3(tmp_path: Path, spec_document: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export is registered when its manifest is there, which is last; one that the store takes in part is not."""
+    document = spec_document | {"export": {"format": "bf16", "target": "s3://models/octet"}}
+    files = replace(ANY_FILE, stores=StoreAccess(export_prefixes=("s3://models/octet",)))
+    with serving_s3("models", {}) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        server.num_writes_left = 2
+        recorder, summary = train(document, tmp_path / "job", files=files)
+        [event] = [event for event in recorder.of(EventReport) if event.type == "export.failed"]
+        assert "could not write s3://models/octet/job/" in event.message
+        assert (recorder.of(ExportReport), summary.steps > 0, len(server.objects)) == ([], True, 2)
+        assert not [key for key in server.objects if key.endswith("manifest.json")]
+
+        server.num_writes_left, checkpoints = None, recorder.checkpoints()
+        recorder, _ = train(document, tmp_path / "job", checkpoints, files=files)
+        [report] = recorder.of(ExportReport)
+        folder = tmp_path / "job" / "exports" / report.name
+        assert report.address == f"s3://models/octet/job/{report.name}"
+        prefix = report.address.removeprefix("s3://models/")
+        assert server.objects == {f"{prefix}/{path.name}": path.read_bytes() for path in folder.iterdir()}
+        assert server.written[-1] == f"{prefix}/manifest.json"
+        assert hashlib.sha256(server.objects[server.written[-1]]).hexdigest() == report.sha256
+        num_written = len(server.written)
+        train(document, tmp_path / "job", checkpoints, files=files)
+        assert (len(server.written), server.num_unsigned) == (num_written, 0)  # it is there already
+        with pytest.raises(FileNotFoundError, match="s3://elsewhere"):
+            StoreFolder("s3://elsewhere", StoreAccess(export_prefixes=("s3://elsewhere",))).send(
+                folder, ["manifest.json"], lambda _: None
+            )
+
+
+@pytest.mark.system
+def test_a_large_file_is_sent_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weights").write_bytes(bytes(101 << 20) + b"end")
+    (tmp_path / "last").write_bytes(b"last")
+    with serving_s3("models", {"a/last": b"of before"}) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        store = StoreFolder("s3://models/a", StoreAccess(export_prefixes=("s3://models",)))
+        store.send(tmp_path, ["weights", "last"], lambda _: None)
+        assert server.written == ["a/weights", "a/last"]
+        assert server.objects == {f"a/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}

@@ -16,7 +16,7 @@ from octet.worker.common.config import RankEnv
 from octet.worker.common.errors import DataError, StorageFull, StoreUnreachable
 from octet.worker.data import open_source, stores
 from octet.worker.data.store_cache import BlockCache
-from octet.worker.data.stores import StoreFiles
+from octet.worker.data.stores import StoreFiles, StoreFolder
 from octet.worker.data.tokens import TokensSpec
 from octet.worker.metrics.table import Metrics
 from octet.worker.rank.main import Outcome, Run, _train
@@ -143,6 +143,65 @@ def test_a_link_in_a_folder_of_the_store_file_leads_nowhere_else(tmp_path: Path)
     for prefix in (f"file://{tmp_path}/open", f"file://{tmp_path}/named"):
         with pytest.raises(DataError, match="a place below"):
             open_source(TextSpec(path=f"{prefix}/link"), 16, 0, files_of(prefix))
+
+
+def folder_to_send(folder: Path, **contents: bytes) -> tuple[Path, list[str]]:
+    """Write files; the last one makes the others count."""
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder, list(contents)
+
+
+def writable(*prefixes: str) -> StoreAccess:
+    return StoreAccess(export_prefixes=prefixes)
+
+
+def test_a_folder_is_sent_once_and_its_last_file_last(tmp_path: Path) -> None:
+    folder, names = folder_to_send(tmp_path / "a", weights=CONTENT, last=b"one")
+    to = tmp_path / "sent" / "below"
+    store, sent = StoreFolder(f"file://{to}", writable(f"file://{tmp_path}/sent")), list[int]()
+    store.send(folder, names, sent.append)
+    assert [(to / name).read_bytes() for name in names] == [CONTENT, b"one"]
+    store.send(folder, names, sent.append)
+    assert sent == [0, 1]  # the second time nothing
+    (to / "weights").write_bytes(b"short")
+    store.send(folder, names, sent.append)
+    assert (sent, (to / "weights").read_bytes()) == ([0, 1, 0, 1], CONTENT)
+
+
+def test_what_is_sent_in_part_does_not_count(tmp_path: Path) -> None:
+    """The last file of what was there before goes first, and comes when everything else is there."""
+    folder, names = folder_to_send(tmp_path / "a", weights=CONTENT, more=b"more", last=b"one")
+    to = tmp_path / "sent"
+    store = StoreFolder(f"file://{to}", writable(f"file://{to}"))
+    store.send(folder, names, lambda _: None)
+    (folder / "last").write_bytes(b"two")
+
+    def stop(num_sent: int) -> None:
+        if num_sent == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.send(folder, names, stop)
+    assert sorted(path.name for path in to.iterdir()) == ["more", "weights"]
+
+
+def test_a_folder_goes_only_where_it_is_allowed(tmp_path: Path) -> None:
+    folder, names = folder_to_send(tmp_path / "a", last=b"one")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "others").mkdir()
+    (tmp_path / "open" / "link").symlink_to(tmp_path / "others")
+    prefix = f"file://{tmp_path}/open"
+    with pytest.raises(SpecConflict, match=f"export.target: got .* a place below {prefix}"):
+        StoreFolder(f"file://{tmp_path}/others", writable(prefix))
+    with pytest.raises(SpecConflict, match="no object store is allowed here"):
+        StoreFolder(prefix, files_of(prefix).stores)  # which may be read
+    with pytest.raises(SpecConflict, match="a place below"):
+        StoreFolder(f"{prefix}/link", writable(prefix)).send(folder, names, lambda _: None)
+    assert list((tmp_path / "others").iterdir()) == []
+    with pytest.raises(DataError, match="cannot write nowhere://"):
+        StoreFolder("nowhere://a/b", writable("nowhere://a"))
 
 
 def test_a_protocol_without_its_package_is_named() -> None:

@@ -1,7 +1,9 @@
 """A job's exports: stock transformers loads them, their card is true, and a kill leaves one of each."""
 
+import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from octet.api_schemas import CheckpointRef, EventReport, ExportReport, Files, JobSpec
+from octet.api_schemas import ANY_FILE, CheckpointRef, EventReport, ExportReport, Files, JobSpec
+from octet.api_schemas.data.stores import StoreAccess
 from octet.api_schemas.export import EXPORT_PROGRESS
 from octet.worker.checkpoint import load_folder
 from octet.worker.common.config import RankEnv, resolve
@@ -326,6 +329,47 @@ def test_what_the_base_has_besides_weights_goes_with_it(document: dict[str, Any]
         assert "license: apache-2.0" in card
         assert f"It began from {base.name}" in card
         assert (folder / "adapter_model.safetensors").exists() == (name == "adapters")
+
+
+def files_with(*targets: str) -> Files:
+    return replace(ANY_FILE, stores=StoreAccess(export_prefixes=targets))
+
+
+def test_an_export_is_sent_to_a_store_and_has_its_address(document: dict[str, Any], tmp_path: Path) -> None:
+    target = f"file://{tmp_path}/store/models"
+    document = at_level(document, "O3", target=target, compared_tokens=0)
+    recorder, _ = train(document, tmp_path / "job", files=files_with(f"file://{tmp_path}/store"))
+    [report] = recorder.of(ExportReport)
+    assert report.address == f"{target}/job/{report.name}"
+    here, there = tmp_path / "job" / "exports" / report.name, Path(report.address.removeprefix("file://"))
+    contents = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (here, there)]
+    assert contents[0] == contents[1]
+    assert hashlib.sha256(contents[1]["manifest.json"]).hexdigest() == report.sha256
+
+
+def test_an_export_that_cannot_be_sent_is_not_registered_and_the_job_succeeds(document: dict[str, Any], tmp_path: Path) -> None:
+    """The next attempt finds what was written here, and sends it."""
+    document = at_level(document, "O3", target=f"file://{tmp_path}/store", compared_tokens=0)
+    (tmp_path / "store" / "job" / "step_0000000004_fp8" / "model.safetensors").mkdir(parents=True)
+    files = files_with(f"file://{tmp_path}/store")
+    recorder, summary = train(document, tmp_path / "job", files=files)
+    [event] = [event for event in recorder.of(EventReport) if event.type == "export.failed"]
+    assert "the checkpoint of step 4 was not exported" in event.message
+    assert "model.safetensors" in event.message
+    assert (recorder.of(ExportReport), summary.steps) == ([], 4)
+    [folder] = (tmp_path / "store" / "job").iterdir()
+    assert not (folder / "manifest.json").exists()
+    shutil.rmtree(folder)
+    recorder, _ = train(document, tmp_path / "job", recorder.checkpoints(), files=files)
+    assert [report.address for report in recorder.of(ExportReport)] == [f"file://{folder}"]
+
+
+def test_a_target_that_no_rank_can_write_to_is_refused_before_the_first_step(document: dict[str, Any], tmp_path: Path) -> None:
+    for target, says in (("nowhere://models", "cannot write nowhere://"), ("s3://others", "a place below nowhere://models")):
+        recorder = Recorder()
+        with pytest.raises(InvalidConfig, match=says):
+            train(at_level(document, "O3", target=target), tmp_path, recorder=recorder, files=files_with("nowhere://models"))
+        assert recorder.losses() == []
 
 
 def test_data_roots_close_what_lies_outside(document: dict[str, Any], tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ imagePullSecrets:
 {{- with .Values.dataStores }}
 - {name: OCTET_DATA_STORES, value: {{ join "," . | quote }}}
 {{- end }}
+{{- with .Values.exportStores }}
+- {name: OCTET_EXPORT_STORES, value: {{ join "," . | quote }}}
+{{- end }}
 - {name: OCTET_LOG_FORMAT, value: json}
 - {name: OCTET_POOLS_FILE, value: /etc/octet/pools.yaml}
 {{- if .Values.quotas }}

@@ -211,7 +211,7 @@ async function exportsOf(id, signal) {
     const distance = found ? [found.kl_divergence.toPrecision(3), percent(found.top1_agreement)] : ["–", "–"];
     return [
       count(item.step),
-      h("code", {}, item.name),
+      h("div", {}, h("code", {}, item.name), item.address ? muted(h("code", {}, item.address)) : null),
       bytes(item.num_bytes),
       clock(item.created_at),
       ...distance,
