@@ -94,6 +94,8 @@ class Divergence(Contract):
 class MismatchCard(Contract):
     """The distance of an export's files from what was trained, on held-out tokens. For images a token is an image.
 
+    Adapters are compared with the model that they belong to in the dtype of its config.json.
+
     The files are read back, and computed as a server would: values in the dtype of config.json, inputs of layers in codes
     scaled as `activations` says.
     """
@@ -121,7 +123,7 @@ class Export(Contract):
     created_at: Timestamp
     num_bytes: int
     sha256: str
-    mismatch: MismatchCard | None = Field(description="null for adapters, which no server computes by themselves")
+    mismatch: MismatchCard | None = Field(description="null where compared_tokens is 0")
     address: str | None = Field(
         default=None, description="the URL of its folder in an object store; null if it is in the job's folder alone"
     )

@@ -2,7 +2,6 @@
 
 from octet.api_schemas.export import CALIBRATION_TOKENS
 from octet.api_schemas.models import families_with
-from octet.api_schemas.rules.options import ADAPTED
 from octet.api_schemas.rules.precision import levels_where
 from octet.api_schemas.rules.rule import Rule, below, differs, equals, none_of
 
@@ -70,14 +69,6 @@ EXPORT = below(
         must=equals("export.merge", False),
         allowed="false without adapter",
         change="Remove export.merge.",
-    ),
-    Rule(
-        LIMIT,
-        when=(ADAPTED,),
-        must=equals(LIMIT, None),
-        allowed="none with adapter",
-        why="exports of adapters are written without a comparison",
-        change="Remove export.max_kl_divergence.",
     ),
     Rule(
         LIMIT,

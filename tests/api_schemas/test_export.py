@@ -34,7 +34,6 @@ def with_export(export: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ({"target": "/models"}, {}, "export.target", "a URL"),
         ({"target": "s3://key:secret@models/a"}, {}, "export.target", "a URL"),
         ({"target": "s3://models/../others"}, {}, "export.target", "a URL"),
-        ({"max_kl_divergence": 1}, {"adapter": {}, "model": {"path": "/m"}}, "export.max_kl_divergence", "none with adapter"),
         ({"max_kl_divergence": 1, "compared_tokens": 0}, {}, "export.max_kl_divergence", "none with compared_tokens 0"),
         ({"when": "best"}, {"training": TRAINING | {"eval_every": 0}}, "training.eval_every", "at least 1"),
         ({"when": "best"}, {"training": TRAINING | {"eval_every": 1, "keep": {"best": 0}}}, "training.keep.best", "at least 1"),

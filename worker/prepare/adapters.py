@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,14 +86,13 @@ def add_adapters(model: nn.Module, spec: AdapterSpec | None, precision: Precisio
 def attach_adapters(model: nn.Module) -> None:
     """Let each converted layer add the output of its adapter, if the model has adapters."""
     for name, adapter in adapters_of(model).items():
-        assert isinstance(adapter, Adapter)
         model.get_submodule(name).register_forward_hook(_Add(adapter))
 
 
-def adapters_of(model: nn.Module) -> Mapping[str, nn.Module]:
+def adapters_of(model: nn.Module) -> Mapping[str, Adapter]:
     """Return a model's adapters by the names of their layers."""
     held = getattr(model, NAME, None)
-    return {} if held is None else {name.replace(SEPARATOR, "."): adapter for name, adapter in held.items()}
+    return {} if held is None else {name.replace(SEPARATOR, "."): cast(Adapter, adapter) for name, adapter in held.items()}
 
 
 def trained_state(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import TypeAdapter
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from octet.api_schemas import ANY_FILE, FamilySpec, Files, ModelSpec
 from octet.api_schemas.training import AdapterSpec
 from octet.worker.fp8.layout import layout_of
 from octet.worker.models.huggingface import build_without_values
 from octet.worker.models.initial import parameters_on_meta
-from octet.worker.prepare.adapters import NAME, SEPARATOR
+from octet.worker.prepare.adapters import NAME, SEPARATOR, adapters_of
 from octet.worker.pretrained.files import PretrainedFiles
 from octet.worker.pretrained.folder import ShardWriter, new_folder
 
+WEIGHTS = "adapter_model.safetensors"
 _TASKS = {"next_token": "CAUSAL_LM"}
 """peft's words for tasks; others are read without one."""
 
@@ -73,7 +74,7 @@ def export_adapter(
         for part, tensor in (("lora_A", adapter.a), ("lora_B", adapter.b)):
             tensors[f"base_model.model.{_their_name(name)}.{part}.weight"] = tensor.to(dtype or tensor.dtype).contiguous()
     with new_folder(folder) as unfinished:
-        save_file(tensors, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
         (unfinished / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -114,6 +115,15 @@ def export_merged(
         for name in ("torch_dtype", "quantization_config"):
             config.pop(name, None)
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@torch.no_grad()
+def read_adapters(model: nn.Module, folder: Path) -> None:
+    """Put the adapters that a folder has for peft in the place of those of a model, which has them in fp32."""
+    tensors = load_file(folder / WEIGHTS)
+    for name, adapter in adapters_of(model).items():
+        for part, parameter in (("lora_A", adapter.a), ("lora_B", adapter.b)):
+            parameter.copy_(tensors[f"base_model.model.{_their_name(name)}.{part}.weight"])
 
 
 def trained_adapters(state: Mapping[str, Tensor]) -> dict[str, Trained]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from octet.api_schemas import ANY_FILE, FamilySpec, Files, ModelSpec, OptimizerSpec, PrecisionSpec
 from octet.api_schemas.data.jsonl import TOKENIZER_FILES, TOKENIZER_SETTINGS
+from octet.api_schemas.training import AdapterSpec
 from octet.worker.checkpoint.resume import load_model, names_by_key
 from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.weight import is_float8_weight
@@ -19,8 +20,10 @@ from octet.worker.models.huggingface import build_without_values
 from octet.worker.models.initial import parameters_on_meta
 from octet.worker.optim import build_optimizer
 from octet.worker.optim.schedule import parameter_groups
+from octet.worker.prepare.adapters import add_adapters, attach_adapters, with_frozen
 from octet.worker.prepare.average import AveragedModel
 from octet.worker.prepare.initialize import prepare
+from octet.worker.pretrained.start import start_model
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -52,6 +55,23 @@ def trained(state: dict[str, Any], files: Files = ANY_FILE) -> nn.Module:
         weight = model.get_parameter(name)
         if is_float8_weight(weight):
             weight.state.master = state["optimizer"]["state"].get(key, {}).get("master_weights")
+    return model
+
+
+def adapted(state: dict[str, Any], files: Files = ANY_FILE, start_change: float = 0.0) -> nn.Module:
+    """Build the frozen model of a checkpoint with its adapters on the CPU, as the trainer evaluates it.
+
+    files: those that may be read of the model's folder. start_change: as the job had it. Raises InvalidConfig for a folder
+    that is not the model's any more.
+    """
+    job = state["job"]
+    family = TypeAdapter[FamilySpec](ModelSpec).validate_python(job["model"])
+    precision, spec = PrecisionSpec.model_validate(job["precision"]), AdapterSpec.model_validate(job["adapter"])
+    network, source = start_model(family, job["seed"], files, precision=precision, start_change=start_change)
+    add_adapters(network, spec, precision, job["seed"], torch.device("cpu"))
+    model = prepare(network, None, precision, seed=job["seed"], source=source).model
+    attach_adapters(model)
+    model.load_state_dict(with_frozen(model, state["model"]))
     return model
 
 

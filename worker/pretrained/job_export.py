@@ -30,7 +30,7 @@ from octet.worker.data.stores import StoreFolder
 from octet.worker.pretrained.adapter import export_adapter, export_merged
 from octet.worker.pretrained.calibrate import Calibration
 from octet.worker.pretrained.compressed import Fp8Form
-from octet.worker.pretrained.from_checkpoint import averaged, copy_settings, trained
+from octet.worker.pretrained.from_checkpoint import adapted, averaged, copy_settings, trained
 from octet.worker.pretrained.mismatch import logits_of, measure
 from octet.worker.pretrained.model_card import Facts, license_of, write_card
 from octet.worker.pretrained.write import PLAIN_DTYPES, check_form, export
@@ -167,20 +167,20 @@ class JobExporter:
         self._report_progress(ref.step, "its checkpoint is read")
         job, dtype, card = state["job"], PLAIN_DTYPES.get(spec.format, torch.bfloat16), None
         if job.get("adapter") is None:
-            model = averaged(state, trained(state, files)).eval()
+            model = averaged(state, trained(state, files))
             form = self._form
             if form.activations == "static":
-                form = form._replace(input_scales=self._calibrated(model, ref.step))
-            export(model, None, folder, format=spec.format, form=form)
-            self._report_progress(ref.step, "its files are written")
-            if spec.compared_tokens:
-                batches = self._batches(ref.step)
-                card = measure(model, self._config.spec, folder, self._form, batches, spec.compared_tokens)
-                _check_limit(card, spec.max_kl_divergence)
-        elif spec.merge:
-            export_merged(job, state["model"], folder, dtype, files)
+                form = form._replace(input_scales=self._calibrated(model.eval(), ref.step))
+            export(model.eval(), None, folder, format=spec.format, form=form)
         else:
-            export_adapter(job, state["model"], folder, dtype, files)
+            (export_merged if spec.merge else export_adapter)(job, state["model"], folder, dtype, files)
+            if spec.compared_tokens:
+                model = adapted(state, files, self._config.training.start_change)
+        self._report_progress(ref.step, "its files are written")
+        if spec.compared_tokens:
+            batches = self._batches(ref.step)
+            card = measure(model.eval(), self._config.spec, folder, self._form, batches, spec.compared_tokens, files)
+            _check_limit(card, spec.max_kl_divergence)
         copy_settings(job["model"], folder, files)
         write_card(folder, self._config.spec, self._facts(ref.step, state, card))
         return card

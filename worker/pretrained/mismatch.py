@@ -5,8 +5,9 @@
 
 The weights of a level are its codes times their scale, without the master weights or residuals that it also holds, so at O3
 the second row is 0. As served: the network with the values that are read back from the files, rounded to the dtype of
-config.json, and the inputs of converted layers in the codes that a server makes of them. Sums are in fp32 on the CPU, so that
-differences are those of weights and inputs; how a server's kernels round their 16-bit results is left out.
+config.json, and the inputs of converted layers in the codes that a server makes of them. Adapters: the network of the folder
+that they belong to, with the adapters that are read back, or with the sums of both where they are merged. Sums are in fp32 on
+the CPU, so that differences are those of weights and inputs; how a server's kernels round their 16-bit results is left out.
 
 Shape suffixes: B samples, T tokens, V vocabulary or classes, P places whose logits are compared.
 """
@@ -15,21 +16,25 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octet.api_schemas import Files, JobSpec, TokenInput
+from octet.api_schemas import ANY_FILE, Files, JobSpec, TokenInput
 from octet.api_schemas.export import Divergence, MismatchCard
 from octet.api_schemas.models.huggingface import HuggingFaceSpec
+from octet.api_schemas.precision import PrecisionSpec
 from octet.worker.fp8.weight import is_float8_weight
 from octet.worker.models import TrainedModel, build_model
 from octet.worker.models.cross_entropy import IGNORED
 from octet.worker.models.initial import parameters_on_meta
 from octet.worker.models.wrapped import WrappedModel
+from octet.worker.prepare.adapters import NAME, adapters_of, add_adapters, attach_adapters
 from octet.worker.prepare.export_state_dict import held_names
+from octet.worker.pretrained.adapter import WEIGHTS, read_adapters
 from octet.worker.pretrained.compressed import Fp8Form
 from octet.worker.pretrained.files import PretrainedFiles
 from octet.worker.pretrained.layouts import layout_of_model
@@ -37,6 +42,7 @@ from octet.worker.pretrained.load import FileSource
 from octet.worker.pretrained.start import start_model
 from octet.worker.pretrained.write import layers_in_codes, read_input_scales
 
+CONFIG = "config.json"
 _PIECE_ELEMENTS = 1 << 22
 """Logits that are compared at a time, in fp64."""
 
@@ -45,26 +51,35 @@ Batch = Mapping[str, Tensor]
 
 @torch.no_grad()
 def measure(
-    model: nn.Module, job: JobSpec, folder: Path, form: Fp8Form, batches: Iterable[Batch], num_tokens: int
+    model: nn.Module,
+    job: JobSpec,
+    folder: Path,
+    form: Fp8Form,
+    batches: Iterable[Batch],
+    num_tokens: int,
+    files: Files = ANY_FILE,
 ) -> MismatchCard:
     """Compare a trained model with the folder that was written of it, on held-out batches.
 
     model: at its level, on the CPU. job: which trained it. form: how servers use FP8 weights. num_tokens: the comparison ends
-    with the batch that reaches so many. Raises ValueError where the files are no network of the family, and where no batch
-    has a token.
+    with the batch that reaches so many. files: those that may be read of the folder that adapters belong to. Raises ValueError
+    where the files are no network of the family, and where no batch has a token.
     """
-    served = read_network(model, job, folder)
+    served, dtype_name = _read_served(model, job, folder, files)
     expected = copy.deepcopy(served)
+    if adapters_of(model) and not adapters_of(served):
+        _adapt(expected, job)
     _put_values(expected, model)
-    dtype_name = json.loads((folder / "config.json").read_text())["dtype"]
     for network in (served, expected):
         _round_to(network.eval(), dtype_name)
     model.eval()
     evaluation, weights, digest = _Differences(), _Differences(), hashlib.sha256()
-    layers, input_scales = layers_in_codes(model, layout_of_model(model, in_fp8=True)), dict[str, float]()
+    as_server: Callable[[Batch], Tensor] = partial(logits_of, served)
+    input_scales = dict[str, float]()
     if form.activations == "static":
         input_scales = read_input_scales(model, PretrainedFiles(folder, Files.below((folder,))))
-    as_server = _server(served, layers, form, input_scales)
+    if form.activations != "none":
+        as_server = _server(served, layers_in_codes(model, layout_of_model(model, in_fp8=True)), form, input_scales)
     for batch in batches:
         digest.update(batch["images" if "images" in batch else "tokens"].contiguous().numpy().tobytes())
         written_PV = logits_of(served, batch)
@@ -78,6 +93,28 @@ def measure(
         evaluation=evaluation.result(),
         weights=weights.result(),
     )
+
+
+def _read_served(model: nn.Module, job: JobSpec, folder: Path, files: Files) -> tuple[nn.Module, str]:
+    """Return the network that a server has, in fp32, and the name of its weights' dtype: of adapters, that of their model."""
+    if not (folder / WEIGHTS).exists():
+        return read_network(model, job, folder), json.loads((folder / CONFIG).read_text())["dtype"]
+    network, source = start_model(job.model, 0, files, precision=job.precision)
+    if source is not None:
+        source.finish(network, None)
+    _adapt(network, job)
+    read_adapters(network, folder)
+    assert job.model.files is not None
+    config = PretrainedFiles(Path(job.model.files), files).config
+    return network, config.get("dtype") or config.get("torch_dtype") or "float32"
+
+
+def _adapt(network: nn.Module, job: JobSpec) -> None:
+    """Give a plain network adapters in fp32, whose values are still to come."""
+    assert job.adapter is not None
+    spec = job.adapter.model_copy(update={"dtype": "fp32"})
+    add_adapters(network, spec, PrecisionSpec(level="fp32"), 0, torch.device("cpu"))
+    attach_adapters(network)
 
 
 def read_network(model: nn.Module, job: JobSpec, folder: Path) -> TrainedModel:
@@ -157,10 +194,14 @@ def _server(
 
 
 def _round_to(network: nn.Module, dtype_name: str) -> None:
-    """Round the parameters to the dtype of a config.json, as servers hold them. Buffers, such as frequencies, stay."""
+    """Round the parameters to the dtype of a config.json, as servers hold them. Buffers, such as frequencies, stay.
+
+    Adapters stay too: they have a dtype of their own.
+    """
     dtype = getattr(torch, dtype_name)
-    for parameter in network.parameters():
-        parameter.copy_(parameter.to(dtype))
+    for name, parameter in network.named_parameters():
+        if not name.startswith(f"{NAME}."):
+            parameter.copy_(parameter.to(dtype))
 
 
 def _put_values(network: nn.Module, trained: nn.Module) -> None:

@@ -9,6 +9,7 @@ import yaml
 
 from octet.api_schemas import Files, JobSpec
 from octet.api_schemas.export import Divergence, MismatchCard
+from octet.worker.pretrained.adapter import WEIGHTS
 
 CARD = "README.md"
 _MOST_BYTES = 1 << 20
@@ -43,6 +44,10 @@ def license_of(folder: Path, files: Files) -> str | None:
 def write_card(folder: Path, spec: JobSpec, facts: Facts) -> None:
     """Write README.md into an export's folder. Raises OSError."""
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["octet", f"level-{spec.precision.level}"]}
+    if is_adapter := (folder / WEIGHTS).exists():
+        assert spec.model.files is not None
+        head |= {"library_name": "peft", "base_model": Path(spec.model.files).name}
+        head["tags"].append("lora")
     if facts.base_license is not None:
         head["license"] = facts.base_license
     lines = [
@@ -51,6 +56,7 @@ def write_card(folder: Path, spec: JobSpec, facts: Facts) -> None:
         f"{spec.model.title} ({spec.model.family}), trained by Octet at level {spec.precision.level}, "
         f"after step {facts.step:,}.\n",
         *_started_from(spec, facts),
+        *_adapters(spec, is_adapter=is_adapter),
         *_losses(facts),
         *_data(spec, facts),
         *_mismatch(facts.mismatch),
@@ -65,6 +71,17 @@ def _started_from(spec: JobSpec, facts: Facts) -> list[str]:
         return ["It was trained from random values.\n"]
     license_name = facts.base_license or "not stated in its folder"
     return [f"It began from {Path(spec.model.files).name}; licence of that model: {license_name}.\n"]
+
+
+def _adapters(spec: JobSpec, *, is_adapter: bool) -> list[str]:
+    if spec.adapter is None:
+        return []
+    assert spec.model.files is not None
+    form = f"LoRA of rank {spec.adapter.rank} and alpha {spec.adapter.alpha:g}"
+    if not is_adapter:
+        return [f"Its adapters, {form}, are merged into the weights.\n"]
+    load = f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{Path(spec.model.files).name}"), FOLDER)'
+    return [f"Adapters alone, {form}; the weights that they add to are those of that model.\n", f"```python\n{load}\n```\n"]
 
 
 def _losses(facts: Facts) -> list[str]:

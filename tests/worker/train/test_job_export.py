@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 
 from octet.api_schemas import ANY_FILE, CheckpointRef, EventReport, ExportReport, Files, JobSpec
 from octet.api_schemas.data.stores import StoreAccess
 from octet.api_schemas.export import EXPORT_PROGRESS
+from octet.api_schemas.models.huggingface import HuggingFaceSpec
 from octet.worker.checkpoint import load_folder
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.common.errors import Cancelled, Fenced, InvalidConfig
@@ -21,8 +23,9 @@ from octet.worker.data import open_source
 from octet.worker.data.tokens import write_shards
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.mesh import Mesh
+from octet.worker.models import build_model
 from octet.worker.pretrained import job_export
-from octet.worker.pretrained.from_checkpoint import trained
+from octet.worker.pretrained.from_checkpoint import adapted, trained
 from octet.worker.train.loop import Trainer
 from tests.kit.chat import VOCAB_SIZE, save_tokenizer
 from tests.kit.ports import free_port
@@ -322,13 +325,55 @@ def test_what_the_base_has_besides_weights_goes_with_it(document: dict[str, Any]
     for name, found in (("whole", whole), ("adapters", adapters), ("merged", merged)):
         [report] = found.of(ExportReport)
         folder = tmp_path / name / "exports" / report.name
-        assert (report.mismatch is None) == (name != "whole")
+        assert report.mismatch is not None
         assert json.loads((folder / "generation_config.json").read_text()) == {"temperature": 0.5}
         assert (folder / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
         card = (folder / "README.md").read_text()
         assert "license: apache-2.0" in card
         assert f"It began from {base.name}" in card
+        assert f"{report.mismatch.evaluation.kl_divergence:.3g}" in card
         assert (folder / "adapter_model.safetensors").exists() == (name == "adapters")
+        head = yaml.safe_load(card.split("---\n")[1])
+        assert head["library_name"] == ("peft" if name == "adapters" else "transformers")
+        assert head.get("base_model") == (base.name if name == "adapters" else None)
+        assert ("LoRA of rank 4" in card, "are merged into the weights" in card) == (name != "whole", name == "merged")
+
+
+@pytest.mark.system
+@pytest.mark.filterwarnings("ignore")  # peft's
+@pytest.mark.parametrize("merge", [False, True], ids=["adapters", "merged"])
+def test_the_card_of_adapters_is_that_of_peft_and_of_what_is_merged(
+    document: dict[str, Any], merge: bool, tmp_path: Path
+) -> None:
+    """The trainer evaluates codes with adapters; a server has the folder's weights in bf16 with them, or their sums in bf16."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = tmp_path / "base"
+    spec = HuggingFaceSpec(architecture="llama", config=QWEN3["config"])
+    build_model(spec, seed=3).network.to(torch.bfloat16).save_pretrained(base)
+    document = at_level(document, "O3", format="fp32" if merge else "bf16", merge=merge) | {"model": {"path": str(base)}}
+    document["adapter"] = {"rank": 4, "targets": ["*_proj"]}
+    recorder, summary = train(document, tmp_path / "job")
+    [report] = recorder.of(ExportReport)
+    folder = tmp_path / "job" / "exports" / report.name
+    state = load_folder(tmp_path / "job" / "checkpoints" / "step_0000000004")
+    ours = adapted(state).eval()
+    with torch.no_grad():
+        expected = torch.cat([ours(batch["tokens"])[0] for batch in held_out(document)]).double()
+        if merge:
+            found = their_logits(folder, document).double()
+        else:
+            theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder).eval()
+            found = torch.cat([theirs(batch["tokens"]).logits[0] for batch in held_out(document)]).double()
+    targets = torch.cat([batch["targets"][0] for batch in held_out(document)])
+    loss = float(torch.nn.functional.cross_entropy(expected, targets))
+    assert loss == pytest.approx(summary.evaluation_loss, rel=1e-5)
+    log_p, log_q = expected.log_softmax(-1), found.log_softmax(-1)
+    kl_divergence = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+    card = report.mismatch
+    assert card.evaluation.kl_divergence == pytest.approx(kl_divergence, rel=0.001, abs=1e-7)
+    assert 0 < card.weights.kl_divergence < 0.01  # codes have fewer bits than the folder's weights
 
 
 def files_with(*targets: str) -> Files:
