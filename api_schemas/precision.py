@@ -82,6 +82,11 @@ class PrecisionSpec(Contract):
     skip_last_layers: int = Field(default=0, ge=0, description="linear layers left in bf16 at the model's end")
     strict: bool = Field(default=False, description="fail if a layer would be skipped that no field above excludes")
     auto_filter: bool = Field(default=True, description="leave layers in bf16 if their shapes gain nothing in FP8 here")
+    norms: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="dtype of the weights and outputs of LayerNorm and RMSNorm, whose statistics are fp32; bf16 is what "
+        "Transformer Engine's norms have at a bf16 dtype",
+    )
     gradient_accumulation: GradientAccumulation = Field(
         default="auto",
         description="format between micro-batches; fp8 rounds stochastically, fp32 takes 4 bytes per parameter; auto: fp32 "

@@ -13,6 +13,7 @@ def levels_where(condition: Callable[[Level], bool]) -> tuple[str, ...]:
 
 _FP8 = levels_where(lambda level: level.gemm == "fp8")
 _OWN_FP8 = levels_where(lambda level: level.has_own_fp8)
+_16_BITS = levels_where(lambda level: level.gemm in ("bf16", "fp8"))
 _TORCHAO = levels_where(lambda level: level.engine == "torchao")
 
 
@@ -44,6 +45,14 @@ PRECISION = Table(
         got="{precision.ladder} after {precision.level}",
         allowed="each level once",
         change="Remove what is there twice from precision.ladder.",
+    ),
+    Rule(
+        "precision.norms",
+        when=(differs("precision.norms", "fp32"),),
+        must=one_of("precision.level", *_16_BITS),
+        got="bf16 at level {precision.level}",
+        allowed=f"bf16 where products are in bf16 or FP8: {', '.join(_16_BITS)}",
+        change="Set precision.norms to fp32, or choose another precision.level.",
     ),
     _only_at("recipe", equals("precision.recipe", None), _FP8),
     _only_at("torchao", equals("precision.torchao", None), _TORCHAO),

@@ -1,7 +1,7 @@
 """Put the commands of `octet` together and run them.
 
 Exit status: 0 done (submit --watch, watch and demo: every job succeeded), 1 a job failed or was cancelled, 2 usage or a
-request that has to change, 3 no server that answers (import: something that matters was left over), 130 interrupted.
+request that has to change, 3 of import: something that matters was left over, 4 no server that answers, 130 interrupted.
 """
 
 from importlib.metadata import version as installed_version

@@ -33,8 +33,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 FAILED = 1  # a job failed or was cancelled
 REFUSED = 2  # usage, or a request that has to change
-UNREACHABLE = 3  # no server, or one that cannot answer
-LEFT_OVER = 3  # of `octet import`, which asks no server: something that matters is not in the job
+LEFT_OVER = 3  # of `octet import`: something that matters is not in the job
+UNREACHABLE = 4  # no server, or one that cannot answer
 INTERRUPTED = 130
 
 Url = Annotated[str, typer.Option("--url", envvar="OCTET_URL", help="The server. Its API key: OCTET_API_KEY.")]

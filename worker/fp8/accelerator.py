@@ -38,15 +38,14 @@ def cpu_as_accelerator() -> Iterator[None]:
 class AutocastForward(Wrapper):
     """Calls one module's forward under autocast, if its device is an accelerator.
 
-    is_on_cpu_too: on any device, for a model with hidden states in bf16 (`residual_stream.py`).
+    is_on_cpu_too: on any device, for a model with hidden states (`residual_stream.py`) or norms in bf16.
     """
 
     nesting = Nesting.AUTOCAST
-    is_on_cpu_too = False
 
-    def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, layer: nn.Module, dtype: torch.dtype, *, is_on_cpu_too: bool = False) -> None:
         """layer: a converted layer inside the module; its weight has the device, wherever the model is moved."""
-        self.layer, self.dtype = layer, dtype
+        self.layer, self.dtype, self.is_on_cpu_too = layer, dtype, is_on_cpu_too
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         weight = self.layer._parameters.get("weight")  # a parametrization computes `self.layer.weight` at each read
@@ -57,8 +56,10 @@ class AutocastForward(Wrapper):
             return self.run(*args, **kwargs)
 
 
-def run_under_autocast(model: nn.Module, dtype: torch.dtype) -> None:
+def run_under_autocast(model: nn.Module, dtype: torch.dtype, *, is_on_cpu_too: bool = False) -> None:
     """Let each module of a converted model that holds converted layers enter autocast of `dtype`, on an accelerator.
+
+    is_on_cpu_too: on any device; torch's CPU ops take no mixture of fp32 and 16 bits without it.
 
     In a list of modules `forward` becomes the wrapper's method, so that blocks share graphs of torch.compile; elsewhere the
     wrapper itself, which has the signature of the module's own forward.
@@ -71,4 +72,4 @@ def run_under_autocast(model: nn.Module, dtype: torch.dtype) -> None:
         layers = (part for part in module.modules() if part is not module and getattr(part, "returns_16_bits", False))
         layer = next(layers, None)
         if layer is not None and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            wrap(module, AutocastForward(layer, dtype), as_object=module not in listed)
+            wrap(module, AutocastForward(layer, dtype, is_on_cpu_too=is_on_cpu_too), as_object=module not in listed)

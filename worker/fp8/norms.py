@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from octet.worker.common.deferred import deferred, is_deferred
 from octet.worker.fp8.convert import SkippedLayer, put_in_place
 
 _EPS = ("eps", "variance_epsilon")
@@ -33,7 +34,11 @@ class HalfNorm(nn.Module):
         self.eps = eps_of(norm)
         for parameter in self.parameters():
             gradient, parameter.grad = parameter.grad, None
-            parameter.data = parameter.data.to(torch.bfloat16)
+            values = parameter.data
+            has_memory = not is_deferred(values)
+            parameter.data = (
+                values.to(torch.bfloat16) if has_memory else deferred(tuple(values.shape), torch.bfloat16, values.device)
+            )
             parameter.grad = None if gradient is None else gradient.to(torch.bfloat16)
         self.train(norm.training)
 

@@ -165,7 +165,7 @@ def prepare(
     if storage.gemm == "fp8" or isinstance(optimizer, LowBitOptimizer) or scales_losses:
         guard_casts(model, keep=(STATE_BUFFER,) if scales_losses else ())
     save_plainly(model)
-    run_under_autocast(model, half_dtype(storage))
+    run_under_autocast(model, half_dtype(storage), is_on_cpu_too=bool(norms))
     if scales_losses:
         attach_loss_scaling(model, optimizer)
 

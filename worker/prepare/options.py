@@ -16,7 +16,7 @@ from octet.worker.optim import REPRESENTABLE, check_adoptable
 
 
 class LibraryPrecision(PrecisionSpec):
-    """The precision of a model in a user's loop: `initialize` has two options more than a job.
+    """The precision of a model in a user's loop: `initialize` has one option more than a job.
 
     gradient_accumulation: without `auto`, as a user's loop alone knows its number of micro-batches.
     """
@@ -27,23 +27,9 @@ class LibraryPrecision(PrecisionSpec):
         "above 4 micro-batches",
     )
 
-    norms: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="dtype of the weights and outputs of LayerNorm and RMSNorm; statistics are fp32"
-    )
     fsdp_float8_all_gather: bool = Field(
         default=False, description="at te: gather sharded weights as FP8 codes under FSDP2; at ao it is an option of torchao's"
     )
-
-    @model_validator(mode="after")
-    def _norms_fit_the_level(self) -> Self:
-        if self.norms == "bf16" and self.storage.gemm not in ("bf16", "fp8"):
-            raise refusal(
-                "norms",
-                got=f"bf16 at level {self.level}",
-                allowed="bf16 where products are in bf16 or FP8",
-                change="Set precision.norms to fp32, or choose another precision.level.",
-            )
-        return self
 
     @model_validator(mode="after")
     def _gathers_fit(self) -> Self:
@@ -126,7 +112,7 @@ def select_half_norms(
     Both are empty unless the option `norms` is bf16. Raises ValueError where no norm can be in
     bf16, and for an optimizer that would round bf16 weights to nearest.
     """
-    if not isinstance(precision, LibraryPrecision) or precision.norms != "bf16":
+    if precision.norms != "bf16":
         return [], []
     norms, skipped_norms = select_norms(model)
     if optimizer is not None and type(optimizer) not in REPRESENTABLE:

@@ -73,9 +73,9 @@ def test_version() -> None:
         ),
     ],
 )
-def test_no_server_is_status_3_on_stderr(command: str) -> None:
+def test_no_server_is_status_4_on_stderr(command: str) -> None:
     shown = octet(*command.split(), "--url", NOBODY)
-    assert shown.exit_code == 3
+    assert shown.exit_code == 4
     assert shown.stdout == ""
     assert f"cannot reach an Octet server at {NOBODY}" in shown.stderr
     assert "octet serve" in shown.stderr
@@ -132,11 +132,11 @@ def test_a_label_without_a_value_is_refused_in_words() -> None:
     assert shown.exit_code == 2
     assert "key:value or key=value" in shown.stderr
     assert "[^" not in shown.stderr
-    assert octet("list", "--label", "team=research", "--url", NOBODY).exit_code == 3
+    assert octet("list", "--label", "team=research", "--url", NOBODY).exit_code == 4
 
 
 def test_a_job_on_standard_input(spec: dict[str, Any]) -> None:
-    assert octet("submit", "-", "--url", NOBODY, stdin=json.dumps(spec)).exit_code == 3
+    assert octet("submit", "-", "--url", NOBODY, stdin=json.dumps(spec)).exit_code == 4
     assert octet("submit", "-", "--url", NOBODY, stdin="name: x").exit_code == 2
 
 
@@ -146,7 +146,7 @@ def test_the_installed_command_has_the_same_statuses(job_file: str) -> None:
         return subprocess.run(command, capture_output=True, text=True, env={"FORCE_COLOR": "1", "TERM": "xterm"}, check=False)
 
     absent = run("list", "--url", NOBODY)
-    assert (absent.returncode, absent.stdout) == (3, "")
+    assert (absent.returncode, absent.stdout) == (4, "")
     assert "\x1b" not in absent.stderr
     assert run("submit", job_file, "--set", "model.num_heads=3").returncode == 2
 

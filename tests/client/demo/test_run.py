@@ -153,7 +153,7 @@ def test_what_ends_the_demo_ends_its_jobs(own_app: OctetApp, error: Any, status:
 def test_a_server_that_does_not_start_leaves_its_log(tmp_path: Path) -> None:
     (tmp_path / "octet.db").mkdir()  # where the database should be a file
     shown = CliRunner().invoke(build_app(), ["demo", "--data-dir", str(tmp_path)])
-    assert shown.exit_code == 3
+    assert shown.exit_code == 4
     assert "the server ended with exit status" in shown.stderr
     assert f"log is {tmp_path / 'server.log'}" in shown.stderr
     assert (tmp_path / "server.log").exists()
