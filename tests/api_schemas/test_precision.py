@@ -40,6 +40,8 @@ def test_the_recipe_is_the_levels_unless_the_job_has_its_own() -> None:
         ({"level": "ao", "statistics_every": 10}, "statistics_every", "statistics_every at level te, O1"),
         ({"level": "ao", "auto_filter": False}, "auto_filter", "auto_filter at level te, O1"),
         ({"level": "fp32", "auto_filter": False}, "auto_filter", "auto_filter at level te, O1"),
+        ({"level": "fp16-amp", "norms": "bf16"}, "norms", "bf16 where products are in bf16 or FP8: bf16-amp"),
+        ({"level": "auto", "norms": "bf16"}, "norms", "bf16 where products are in bf16 or FP8: bf16-amp"),
         ({"level": "O2", "statistics_every": 0, "demotion": {}}, "demotion", "demotion only if statistics are sampled"),
         ({"level": "ao", "recipe": {"scaling": "delayed"}}, "recipe", "what torchao has: tensorwise"),
         ({"level": "O2", "recipe": {"scaling": "delayed", "granularity": "row"}}, "recipe.granularity", "tensor, if scaling"),
