@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def finished(app: OctetApp, client: Client, runnable: dict[str, Any], trained_di
     folder, reports = trained_dir
     own = app.settings.job_dir(job.id)
     own.mkdir(parents=True, exist_ok=True)
-    (own / "checkpoints").symlink_to(folder / "checkpoints")
+    shutil.copytree(folder / "checkpoints", own / "checkpoints")
     rank = app.start_rank(job.id)
     rank.train(steps=4)
     rank.report(*reports)
@@ -183,7 +184,7 @@ def test_what_is_not_there(app: OctetApp, client: Client, runnable: dict[str, An
     assert (shown.exit_code, "has no checkpoint yet" in shown.stderr) == (2, True)
     shown = octet(app, "download", finished.id, "--checkpoint", "ckpt_other", "--out", str(tmp_path / "out"))
     assert (shown.exit_code, "has no checkpoint ckpt_other" in shown.stderr) == (2, True)
-    (app.settings.job_dir(finished.id) / "checkpoints").unlink()
+    shutil.rmtree(app.settings.job_dir(finished.id) / "checkpoints")
     shown = octet(app, "download", finished.id, "--out", str(tmp_path / "out"))
     assert (shown.exit_code, "cannot be read here" in shown.stderr) == (2, True)
     assert not (tmp_path / "out").exists()

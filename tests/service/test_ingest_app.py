@@ -148,7 +148,7 @@ def test_a_body_may_come_in_pieces(served: Served) -> None:
 def test_a_body_that_does_not_come_has_a_deadline(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     protocol = served.server.config.http_protocol_class
     assert issubclass(protocol, LimitedProtocol)
-    monkeypatch.setattr(protocol.open_connections, "body_timeout_s", 0.1)
+    monkeypatch.setattr(protocol.listeners.api, "body_timeout_s", 0.1)
     sock = served.connection.sock
     sock.sendall(served.raw(served.body(step(1)))[:-1])
     assert sock.recv(65_536).startswith(b"HTTP/1.1 408 ")

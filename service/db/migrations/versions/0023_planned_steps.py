@@ -3,7 +3,7 @@
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0024"
+revision = "0023"
 down_revision = "0022"
 branch_labels = None
 depends_on = None
