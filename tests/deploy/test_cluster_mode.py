@@ -174,7 +174,7 @@ def test_the_demo_waits_for_a_server_that_is_not_up_yet() -> None:
     began = time.monotonic()
     arguments = ["demo", "--url", f"http://127.0.0.1:{free_port()}", "--wait", "1", "--steps", "1"]
     result = CliRunner().invoke(build_app(), arguments)
-    assert result.exit_code == 3, result.output
+    assert result.exit_code == 4, result.output
     assert time.monotonic() - began >= 1
 
 
