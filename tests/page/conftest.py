@@ -38,8 +38,9 @@ def skip_or_fail(missing: str) -> None:
     pytest.skip(f"missing: {missing}")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> "Iterator[Browser]":
+    """A browser for the tests of one file. Playwright's event loop runs while it is open, beside which asyncio.run raises."""
     program = next(filter(None, map(shutil.which, CHROMIUMS)), None)
     if program is None:
         skip_or_fail("Chromium; `make page-tools` installs Debian's")
