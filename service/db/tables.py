@@ -218,7 +218,7 @@ class AttemptRow(Base):
     __table_args__ = (
         UniqueConstraint("job_id", "epoch"),
         Index("ix_attempts_state_reason", "state", "reason"),
-        Index("ix_attempts_pool_finished_at", "pool", "finished_at"),
+        Index("ix_attempts_finished_at_pool", "finished_at", "pool"),
         Index(
             "uq_attempts_one_live_per_job",
             "job_id",

@@ -87,7 +87,7 @@ PLANNED = ("plan", "measured_to_planned", "failures", "traceparent", "step_time_
 def without_rows(connection: Connection) -> None:
     """Undo migrations 0024, 0023, 0022, 0021, 0020, 0019, 0018, 0017, 0016, 0015, 0014, 0013 and 0012."""
     connection.execute(text("DROP INDEX ix_jobs_queue_of_tenant"))
-    connection.execute(text("DROP INDEX ix_attempts_pool_finished_at"))
+    connection.execute(text("DROP INDEX ix_attempts_finished_at_pool"))
     for table in ("deleted_uses", "deleted_files", "last_starts", "api_keys", "audit_records"):
         connection.execute(text(f"DROP TABLE {table}"))
     for name in ("num_events", "is_lent"):

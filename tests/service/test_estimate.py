@@ -1,10 +1,13 @@
 """The estimate of a queued job's start: the pure functions as properties, and what the API shows."""
 
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
+import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import event
 
 from octet.service.scheduling.decide import Decision, PoolState, decide
 from octet.service.scheduling.estimate import GRANULARITY_S, starts_at, starts_in_s
@@ -112,3 +115,27 @@ def test_a_pool_that_gives_nothing_back_has_no_estimate() -> None:
     assert starts_in_s(1, [Release(8, None)]) is None
     assert starts_in_s(2, [Release(1, 5.0), Release(8, None), Release(1, 3.0)]) == 5.0
     assert starts_at(0, [], NOW) == NOW.replace(second=10)
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_a_waiting_job_is_shown_without_a_look_at_attempts_that_are_over(client: TestClient, world: World) -> None:
+    """SQLite finds attempts by their id, or in the index of those that hold slots, which `EXPLAIN` shows."""
+    for _ in range(2):
+        job_id = world.submit(workers=2)
+        world.dispatch()
+    statements: list[tuple[str, Any]] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        statements.append((statement, parameters))
+
+    event.listen(world.database._engine, "before_cursor_execute", note)
+    assert client.get(f"/v1/jobs/{job_id}").json()["queue"]["missing_slots"] == 2
+    event.remove(world.database._engine, "before_cursor_execute", note)
+    looks = []
+    with world.database.read() as session:
+        for statement, parameters in statements:
+            if "FROM attempts" in statement or "JOIN attempts" in statement:
+                plan = session.connection().exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
+                looks += [row[3] for row in plan if " attempts " in f"{row[3]} "]
+    assert len(looks) >= 2
+    assert [look for look in looks if "ix_attempts_not_released" not in look and "(id=?)" not in look] == []

@@ -24,4 +24,4 @@ def upgrade() -> None:
         sa.Column("finished_at", sa.DateTime(timezone=True), nullable=False),
         sa.PrimaryKeyConstraint("attempt_id", name="pk_deleted_uses"),
     )
-    op.create_index("ix_attempts_pool_finished_at", "attempts", ["pool", "finished_at"])
+    op.create_index("ix_attempts_finished_at_pool", "attempts", ["finished_at", "pool"])
