@@ -97,20 +97,25 @@ def test_a_job_that_somebody_pauses_is_not_cancelled(world: World) -> None:
     assert world.job(job_id).state is JobState.PAUSED
 
 
+def reach_limit(world: World, job_id: str, allowed_s: float, over_s: float) -> None:
+    """Run a job for seconds that its limit allows, and for those that are over it, until it has stopped."""
+    world.dispatch()
+    rank = world.rank_of(job_id)
+    rank.begin()
+    world.turn(allowed_s)
+    world.dispatch()
+    assert rank.train(1).desired is DesiredState.RUN
+    world.turn(over_s)
+    world.dispatch()
+    assert rank.train(2).desired is DesiredState.CANCEL
+    stop_at(rank, 2)
+
+
 def test_a_limit_of_hours_counts_no_slots_and_no_waiting(world: World) -> None:
     job_id = world.submit(workers=2)
     world.change(job_id, resources={"max_hours": 20 / 3600})
     world.turn(1000)
-    world.dispatch()
-    rank = world.rank_of(job_id)
-    rank.begin()
-    world.turn(15)
-    world.dispatch()
-    assert rank.train(1).desired is DesiredState.RUN
-    world.turn(6)
-    world.dispatch()
-    assert rank.train(2).desired is DesiredState.CANCEL
-    stop_at(rank, 2)
+    reach_limit(world, job_id, 15, 6)
     job = world.job(job_id)
     assert (job.reason, job.message) == (FailureReason.LIMIT_REACHED, "it has taken 0.00583 of 0.00556 hours, its limit")
     (event,) = [event for event in world.events(job_id) if event.type == "job.limit_reached"]
@@ -148,16 +153,7 @@ def test_a_limit_of_cost_is_of_the_pool_s_price(
         assert (refused.status_code, error["field"], error["got"]) == (422, "resources.max_cost", "0.2 in pool free")
         assert error["allowed"] == "a limit of cost in pools with slot_hour_price: cpu"
         job_id = ask("cpu").json()["id"]
-        world.dispatch()
-        rank = world.rank_of(job_id)
-        rank.begin()
-        world.turn(19)
-        world.dispatch()
-        assert rank.train(1).desired is DesiredState.RUN
-        world.turn(2)
-        world.dispatch()
-        assert rank.train(2).desired is DesiredState.CANCEL
-        stop_at(rank, 2)
+        reach_limit(world, job_id, 19, 2)
         assert world.job(job_id).message == "it has taken 0.21 of 0.2 in cost, its limit"
         assert client.post(f"/v1/jobs/{job_id}/retry").status_code == 409
         assert client.patch(f"/v1/jobs/{job_id}", json={"resources": {"max_cost": 1}}).status_code == 200
