@@ -132,14 +132,17 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
 	@echo "Built build/docs/site. To read it: $(BIN)/python -m http.server --directory build/docs/site --bind 127.0.0.1 8080"
 
-# The files of a release into dist: git tag v0.1.0 && make release TAG=v0.1.0. release-check makes them from HEAD, without PyTorch's SBOM.
-TAG ?=
+# The files of a release into dist, and its images into a container engine: git tag v0.1.0 && make release TAG=v0.1.0. IMAGES= leaves
+# images out, IMAGES="control node" builds two. release-check makes what needs no engine from HEAD, without PyTorch's SBOM.
+TAG    ?=
+ENGINE ?= docker
 release: install $(HELM)
-	$(BIN)/python deploy/release.py --tag "$(or $(TAG),$(error TAG is empty; allowed: a tag such as v0.1.0))" --out dist
+	$(BIN)/python -m deploy.release --tag "$(or $(TAG),$(error TAG is empty; allowed: a tag such as v0.1.0))" --out dist \
+	  --engine "$(ENGINE)" $(if $(filter-out undefined,$(origin IMAGES)),--images "$(IMAGES)")
 
 release-check: install $(HELM)
 	rm -rf build/release
-	$(BIN)/python deploy/release.py --out build/release --sbom "" --sbom service
+	$(BIN)/python -m deploy.release --out build/release --sbom "" --sbom service --images ""
 
 lint: install page-types
 	$(BIN)/ruff check .

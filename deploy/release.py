@@ -1,11 +1,11 @@
-"""Make the files of a release from a tag: wheel, sdist, images' build context, chart, SBOMs, changes, checksums.
+"""Make a release from a tag: wheel, sdist, images with their build context, chart, SBOMs, changes, checksums.
 
-    python deploy/release.py --tag v0.1.0 --out dist      the release; HEAD has to be the tag
-    python deploy/release.py --out build/release          the same from HEAD, to see that it would work
+    python -m deploy.release --tag v0.1.0 --out dist                  the release; HEAD has to be the tag
+    python -m deploy.release --out build/release --images control     from HEAD, to see that it would work
 
 All is made of what git has at HEAD; files that are not committed are left out. The wheel is built from the sdist. An SBOM
 lists what a new environment holds after `pip install` of the wheel with the pinned versions, with licences (CycloneDX).
-Nothing is uploaded.
+Images stay in the container engine, and `…-images.json` has their ids (deploy/images.py). Nothing is uploaded.
 """
 
 import argparse
@@ -20,6 +20,8 @@ import tomllib
 import venv
 from collections.abc import Sequence
 from pathlib import Path
+
+from deploy.images import IMAGES, Engine, EngineError, build_images
 
 ROOT = Path(__file__).parents[1]
 NAME = "octet-fp8"
@@ -42,23 +44,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tag", default="", help="the tag to release; without one, HEAD is tried out")
     parser.add_argument("--out", type=Path, required=True, help="an empty or new folder")
     parser.add_argument("--sbom", action="append", metavar="EXTRAS", help=f"instead of an SBOM for each of {ENVIRONMENTS}")
+    parser.add_argument("--images", default=" ".join(IMAGES), help=f"images to build, '' for none; default: {' '.join(IMAGES)}")
+    parser.add_argument("--engine", default="docker", help="the container engine; another with Docker's commands is podman")
     options = parser.parse_args(arguments)
+    images = options.images.split()
+    if unknown := [name for name in images if name not in IMAGES]:
+        parser.error(f"argument --images: got {' '.join(unknown)}; allowed: {' '.join(IMAGES)}")
     try:
-        release(options.tag, options.out.resolve(), options.sbom or ENVIRONMENTS)
-    except Refused as error:
+        release(options.tag, options.out.resolve(), options.sbom or ENVIRONMENTS, images, Engine(options.engine))
+    except (Refused, EngineError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
 
 
-def release(tag: str, out: Path, environments: Sequence[str]) -> None:
-    """Write all files into a folder. Raises Refused."""
+def release(tag: str, out: Path, environments: Sequence[str], images: Sequence[str], engine: Engine) -> None:
+    """Write all files into a folder, and build the images. Raises Refused and EngineError."""
     version = tomllib.loads(at_head("pyproject.toml"))["project"]["version"]
     changes = section(at_head("CHANGELOG.md"), version if tag else "Unreleased")
     if tag:
         check_tag(tag, version)
     if out.exists() and any(out.iterdir()):
         raise Refused(f"{out} is not empty. Name another folder, or remove its files.")
+    if images:
+        check(engine)
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{NAME}-{version}-changes.md").write_text(changes)
     with tempfile.TemporaryDirectory() as folder:
@@ -70,12 +79,25 @@ def release(tag: str, out: Path, environments: Sequence[str]) -> None:
         for extras in environments:
             name = "-".join([NAME, version, *filter(None, extras.split(",")), "sbom.json"])
             write_sbom(wheel, extras, out / name, Path(folder) / f"environment-{extras}")
-    context = out / f"{NAME}-{version}-images.tar.gz"
-    run("git", "-C", ROOT, "archive", "--format=tar.gz", "--output", context, "HEAD", *OF_IMAGES)
+        context = out / f"{NAME}-{version}-image-context.tar.gz"
+        run("git", "-C", ROOT, "archive", "--format=tar.gz", "--output", context, "HEAD", *OF_IMAGES)
+        if images:
+            unpack(context, Path(folder) / "context")
+            build_images(engine, images, Path(folder) / "context", out, version, git("rev-parse", "HEAD"))
     files = sorted(path for path in out.iterdir())
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
     (out / "SHA256SUMS").write_text("".join(sums))
     sys.stdout.write("".join(sums))
+
+
+def check(engine: Engine) -> None:
+    """Raise Refused without a container engine, before anything is made."""
+    try:
+        engine.check()
+    except EngineError as error:
+        raise Refused(
+            f"images need a container engine: {error}. Start Docker, set ENGINE=podman, or leave images out: IMAGES="
+        ) from None
 
 
 def check_tag(tag: str, version: str) -> None:
@@ -111,13 +133,16 @@ def write_sbom(wheel: Path, extras: str, path: Path, folder: Path) -> None:
 
 def export(folder: Path) -> None:
     """Write what git has at HEAD into a new folder."""
-    archive = subprocess.run(["git", "-C", ROOT, "archive", "HEAD"], check=True, capture_output=True).stdout
-    with tempfile.TemporaryFile() as file:
-        file.write(archive)
-        file.seek(0)
-        with tarfile.open(fileobj=file) as archived:
-            # Python 3.11.2, which Debian has, knows no filters: git's own archive has no path that leads out of the folder.
-            archived.extractall(folder, **({"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}))
+    with tempfile.NamedTemporaryFile(suffix=".tar") as file:
+        run("git", "-C", ROOT, "archive", "--format=tar", "--output", file.name, "HEAD")
+        unpack(Path(file.name), folder)
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack an archive that git has made into a new folder."""
+    with tarfile.open(archive) as archived:
+        # Python 3.11.2, which Debian has, knows no filters: git's own archive has no path that leads out of the folder.
+        archived.extractall(folder, **({"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}))
 
 
 def at_head(path: str) -> str:

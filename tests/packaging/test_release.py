@@ -74,13 +74,13 @@ def test_the_context_of_the_images_has_what_their_dockerfile_copies() -> None:
 @pytest.mark.system
 def test_the_files_of_a_release(tmp_path: Path) -> None:
     """Make all but the larger SBOMs, from HEAD; the wheel's command has run in an environment of its own."""
-    assert release.main(["--out", str(tmp_path / "out"), "--sbom", ""]) == 0
+    assert release.main(["--out", str(tmp_path / "out"), "--sbom", "", "--images", ""]) == 0
     (wheel,) = tmp_path.glob("out/octet_fp8-*.whl")
     version = wheel.name.split("-")[1]
     files = {path.name: path for path in (tmp_path / "out").iterdir()}
     assert {
         f"octet-fp8-{version}-changes.md",
-        f"octet-fp8-{version}-images.tar.gz",
+        f"octet-fp8-{version}-image-context.tar.gz",
         f"octet-fp8-{version}-sbom.json",
         f"octet_fp8-{version}.tar.gz",
         f"octet-{version}.tgz",
@@ -93,5 +93,5 @@ def test_the_files_of_a_release(tmp_path: Path) -> None:
     assert "torch" not in {component["name"] for component in components}
     with zipfile.ZipFile(wheel) as archive:
         assert "octet/worker/rank/main.py" in archive.namelist()
-    with tarfile.open(files[f"octet-fp8-{version}-images.tar.gz"]) as archive:
+    with tarfile.open(files[f"octet-fp8-{version}-image-context.tar.gz"]) as archive:
         assert {"deploy/docker/Dockerfile", "constraints.txt", ".dockerignore", "octet/worker"} <= set(archive.getnames())
