@@ -16,7 +16,7 @@ OTHER_TRITON := build/triton-3.6.0
 # Helm's own library, to render the chart: as large as 240 MB, so it is where the chart is checked alone.
 HELM := build/helm-python-sdk-0.2.2
 
-.PHONY: install demo docs release release-check test test-system test-matrix test-parallel prometheus page-tools page-types pictures dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-day gpu-wheels bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
+.PHONY: install demo docs release release-check test test-system test-matrix test-parallel prometheus nginx page-tools page-types pictures dashboards lint types fmt snapshots bench test-gpu bench-gpu-kernels bench-gpu-train bench-gpu-accuracy gpu-day gpu-wheels bench-predicted-memory bench-predicted-speed compose-up compose-down compose-smoke clean
 .DEFAULT_GOAL := demo
 
 # What `octet serve` and `octet demo` run. torch comes first and alone: the CPU build where the machine has no NVIDIA device. To change
@@ -51,7 +51,7 @@ test: install prometheus
 
 # The whole system: jobs through REST, Ray and ranks, README's own commands, every panel and alert over a live Prometheus,
 # the service on PostgreSQL, kills; and all kernels compiled for Hopper.
-test-system: install prometheus page-types $(HELM)
+test-system: install prometheus nginx page-types $(HELM)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'system and not matrix'
 
 # SIGKILL and SIGSTOP of every process at random instants from a seed, then the ledger of jobs; the seconds that each failure costs;
@@ -92,6 +92,13 @@ prometheus:
 	@{ command -v promtool && command -v prometheus-alertmanager; } >/dev/null || test "$$(id -u)" -ne 0 || ! command -v apt-get >/dev/null \
 	  || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends prometheus prometheus-alertmanager; } \
 	  || echo "Prometheus could not be installed; see tests/observability/live.py"
+
+# The test of deploy/nginx starts it from here: Debian's package, installed, would serve port 80.
+NGINX := build/nginx
+nginx:
+	@test -x $(NGINX)/usr/sbin/nginx || ! command -v apt-get >/dev/null || { mkdir -p $(NGINX) && cd $(NGINX) \
+	  && { test "$$(id -u)" -ne 0 || apt-get -qq update; } && apt-get -qq download nginx && dpkg -x nginx_*.deb . && rm nginx_*.deb; } \
+	  || echo "nginx could not be fetched; see tests/service/test_nginx.py"
 
 # The tests of the page look at it in Debian's Chromium and ask axe; its modules are checked against types from the OpenAPI document.
 # Nothing of npm is committed or installed at a user's. Where npm is missing, lint goes without it; under CI=true the tests fail then.

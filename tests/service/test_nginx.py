@@ -1,5 +1,6 @@
 """`deploy/nginx/octet.conf` in front of a server: TLS, streams as they are sent, nothing that is for ranks or Prometheus."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -22,10 +23,12 @@ from tests.service.serving import serving
 from tests.service.world import World
 
 KEY = "the key of the operator"
-CONFIGURATION = Path(__file__).parents[2] / "deploy/nginx/octet.conf"
-NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+ROOT = Path(__file__).parents[2]
+CONFIGURATION = ROOT / "deploy/nginx/octet.conf"
+NGINX = shutil.which("nginx", path=os.pathsep.join([os.environ["PATH"], "/usr/sbin", str(ROOT / "build/nginx/usr/sbin")]))
+TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 
-pytestmark = [pytest.mark.system, pytest.mark.skipif(NGINX is None, reason="needs nginx, such as Debian's")]
+pytestmark = [pytest.mark.system, pytest.mark.skipif(NGINX is None, reason="needs nginx: make nginx, on Debian")]
 
 
 @contextmanager
@@ -43,9 +46,10 @@ def proxy(folder: Path, authority: Authority, server_port: int) -> Iterator[int]
         assert text.count(here) == 1, here
         text = text.replace(here, there)
     (folder / "octet.conf").write_text(text)
+    temporary = " ".join(f"{name}_temp_path {folder}/{name};" for name in TEMPORARY)  # Debian's are made by its package
     (folder / "nginx.conf").write_text(
         f"daemon off; pid {folder}/pid; error_log {folder}/error.log; events {{}}\n"
-        f"http {{ access_log {folder}/access.log; include {folder}/octet.conf; }}\n"
+        f"http {{ {temporary} access_log {folder}/access.log; include {folder}/octet.conf; }}\n"
     )
     assert NGINX is not None
     process = subprocess.Popen([NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf")])
