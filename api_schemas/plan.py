@@ -262,8 +262,6 @@ def why_not_traced(job: JobSpec) -> str | None:
     """Return why a job's step does not run on a fake GPU, at whatever level it is; None if it does."""
     if job.model.family not in TRACED_FAMILIES:
         return f"steps of family {job.model.family} are not traced; those of {', '.join(TRACED_FAMILIES)} are"
-    if job.adapter is not None:
-        return "steps with adapters are not traced"
     if job.precision.is_resolved and job.precision.storage.engine != "octet":
         return f"level {job.precision.level} runs {job.precision.storage.engine}'s layers, not traced yet"
     return None
@@ -368,7 +366,7 @@ def _row(
             _fit(pool, lower, 0 if pool.accelerator == "cpu" else overhead, peak, spec).model_copy(
                 update={
                     "floor": step_floor(spec, sizes, states, pool),
-                    "predicted": step_prediction(spec, sizes, states, pool),
+                    "predicted": step_prediction(spec, sizes, states, pool, None if peak is None else peak.exchanged),
                 }
             )
             for pool in pools

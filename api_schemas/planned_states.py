@@ -18,7 +18,9 @@ from octet.api_schemas.job import JobSpec, ValidatedJob
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.shapes import ParameterShape
 from octet.api_schemas.optimization import MATRIX_STATES
+from octet.api_schemas.planned_adapters import ELEMENT_BYTES, adapter_shapes, frozen_bytes
 from octet.api_schemas.precision import PrecisionSpec
+from octet.api_schemas.training import AdapterSpec
 
 CLASSES = ("weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other")
 NUM_MEASURES = 5
@@ -105,11 +107,25 @@ def _held_gradients(precision: PrecisionSpec) -> Literal["fp8", "fp32"] | None:
 def states_of_rank(spec: JobSpec, sizes: FamilySizes, pipeline_rank: int = 0) -> States:
     """Return the states of one rank of the pipeline axis. Raises NotPlanned."""
     shapes = sizes.parameters()
-    if spec.adapter is not None:
-        raise NotPlanned("adapters are not planned")
     if shapes is None:
         raise NotPlanned(f"only a rank that builds a model of family {spec.model.family} knows its parameters")
+    if spec.adapter is not None:
+        return _with_adapters(spec, spec.adapter, sizes, list(shapes))
     return _Rank(spec, sizes, list(shapes), pipeline_rank).states()
+
+
+def _with_adapters(spec: JobSpec, adapter: AdapterSpec, sizes: FamilySizes, shapes: Sequence[ParameterShape]) -> States:
+    """Return the states of a rank whose model is frozen. Every rank has all of it, and of its adapters."""
+    converted = converted_weights(shapes, spec.resolved_precision) if spec.precision.storage.has_own_fp8 else frozenset()
+    rank = _Rank(spec, sizes, list(adapter_shapes(adapter, shapes)), 0)
+    frozen, plain = frozen_bytes(rank.level, shapes, converted)
+    trained = rank.states(len(converted))
+    held = Counter(trained.held)
+    for kind in ("weights", "gradients"):
+        held[kind] = held[kind] * ELEMENT_BYTES[adapter.dtype] // ELEMENT_BYTES["fp32"]
+    plain += sum(held.values())
+    held.update(frozen)
+    return trained._replace(held=dict(held), plain=plain)
 
 
 def converted_weights(shapes: Sequence[ParameterShape], rules: PrecisionSpec) -> frozenset[str]:
@@ -174,8 +190,8 @@ class _Rank:
             for indices in fill_buckets([parameter.num_elements for parameter in kind], MAX_ELEMENTS)
         ]
 
-    def states(self) -> States:
-        """Add up the bytes of all parameters."""
+    def states(self, num_frozen_layers: int = 0) -> States:
+        """Add up the bytes of all parameters. num_frozen_layers: converted layers whose weights are not among them."""
         held, plain, host = dict.fromkeys(CLASSES, 0), 0, 0
         # A network has few kinds of buckets and of parameters, and many of each.
         for bucket, num_buckets in Counter(map(tuple, self.buckets)).items():
@@ -184,7 +200,7 @@ class _Rank:
             plain += 0 if bucket[0].is_converted else num_buckets * found.total()
             for kind, num_bytes in found.items():
                 held[kind] += num_buckets * num_bytes
-        held["other"] += self._other_bytes()
+        held["other"] += self._other_bytes(num_frozen_layers)
         return States(held, plain, host, self._sent())
 
     def _bucket_bytes(self, bucket: Sequence[_Parameter]) -> tuple[Counter[str], int]:
@@ -233,7 +249,7 @@ class _Rank:
     def _weight_dtype(self, parameter: _Parameter) -> tuple[str, int]:
         return WEIGHT_DTYPES[self.level.weight if parameter.is_converted else "fp32"]
 
-    def _other_bytes(self) -> int:
+    def _other_bytes(self, num_frozen_layers: int) -> int:
         """Return the bytes of buffers, and of a moving average, which each rank holds whole."""
         training, recipe = self.spec.training, self.precision.resolved_recipe
         num_bytes = self.sizes.buffer_bytes + (LOSS_SCALING_BYTES if self.level.loss_scaling else 0)
@@ -241,7 +257,7 @@ class _Rank:
             num_bytes += 4 * sum(math.prod(shape.shape) for shape in self.shapes if shape.tied_to is None)
         if recipe is not None and self.level.has_own_fp8:
             window = 4 * recipe.amax_history_length + DELAYED_BYTES if recipe.scaling == "delayed" else 0
-            num_layers = sum(parameter.is_converted for parameter in self.parameters)
+            num_layers = num_frozen_layers + sum(parameter.is_converted for parameter in self.parameters)
             num_bytes += 3 * num_layers * (4 * NUM_MEASURES + window)
         return num_bytes
 

@@ -1,11 +1,12 @@
 """Predict a step's time as a range: products at achieved rates, the bytes that other work reads and writes, and the wire.
 
 Nothing here was measured by this project on a GPU: each end of the range takes the more or the less favourable published
-figure. Steps of gpt and llama are predicted on ranks that do not divide layers, tokens or the depth between them, whose
-exchanges of activations are not counted.
+figure. Steps of gpt and llama are predicted. On ranks that divide layers, tokens or the depth between them, that takes the
+bytes they send each other, which a trace counts.
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from octet.api_schemas.devices import DEVICES, DeviceRates
@@ -63,40 +64,83 @@ LAUNCHES_OF_A_BLOCK = 422
 """Ops of a Llama's block at bf16-amp in a traced step, 137 forward and 285 backward."""
 
 
-def step_prediction(spec: JobSpec, sizes: FamilySizes, states: States, pool: PoolConfig) -> StepRange | None:
-    """Return the range of a job's step in a pool; None without a device, or for steps that the module does not predict."""
-    parallelism = spec.parallelism
-    divided = max(parallelism.tensor, parallelism.context, parallelism.pipeline) > 1
-    if pool.device is None or divided or not isinstance(sizes, GPTSizes | LlamaSizes):
+Exchanged = Mapping[str, Mapping[str, Mapping[str, int]]]
+"""Bytes that a rank sends in a step to others than its replicas, by axis, collective and dtype (`Peak.exchanged`)."""
+
+
+def step_prediction(
+    spec: JobSpec, sizes: FamilySizes, states: States, pool: PoolConfig, exchanged: Exchanged | None
+) -> StepRange | None:
+    """Return the range of a job's step in a pool; None without a device, or for steps that the module does not predict.
+
+    exchanged: None if nothing was traced. Then only ranks that exchange with their replicas alone are predicted.
+    """
+    is_divided = max(spec.parallelism.tensor, spec.parallelism.context, spec.parallelism.pipeline) > 1
+    if pool.device is None or (is_divided and exchanged is None) or not isinstance(sizes, GPTSizes | LlamaSizes):
         return None
     device = DEVICES[pool.device]
-    return StepRange(least_s=_step_s(spec, sizes, states, device, _BEST), most_s=_step_s(spec, sizes, states, device, _WORST))
+    least_s, most_s = (_step_s(spec, sizes, states, device, exchanged or {}, rates) for rates in (_BEST, _WORST))
+    return StepRange(least_s=least_s, most_s=most_s)
 
 
-def _step_s(spec: JobSpec, sizes: GPTSizes | LlamaSizes, states: States, device: DeviceRates, rates: _Rates) -> float:
-    tokens = spec.training.global_batch_size * spec.tokens_per_sample / spec.resources.workers
-    passes = max(1, spec.training.global_batch_size // spec.resources.workers // spec.batch.micro_batch_size)
-    fp8 = _fp8_shapes(spec, sizes)
-    num_fp8 = sum(math.prod(shape.shape) for shape in fp8)
-    linear, full = sizes.flops_per_token(0), sizes.flops_per_token(spec.training.sequence_length)
-    num_weights = linear / 6
-    per_weight = 6 if spec.adapter is None else 4
-    repeated = {"none": 0, "selective": rates.recomputed, "full": 1}[spec.training.activation_checkpointing]
-    again = 1 + repeated / 3  # a forward pass is a third of a step's products
-    in_fp8_s = per_weight * num_fp8 / (device.flops * device.fp8 * rates.fp8)
-    in_bf16_s = per_weight * (num_weights - num_fp8) / (device.flops * rates.bf16)
-    attention_s = (full - linear) * ATTENTION_FLOPS / (device.flops * rates.attention)
-    products_s = tokens * again * (in_fp8_s + in_bf16_s + attention_s)
-    token_bytes = rates.activation_bytes * sizes.num_layers * sizes.hidden_size * again + rates.logits_bytes * sizes.vocab_size
-    token_bytes += sum(rates.grad_output_bytes * shape.shape[0] + rates.input_bytes * shape.shape[1] for shape in fp8)
-    update_bytes = 2 * sum(states.held.values()) - states.held["gradients"]
-    num_bytes = tokens * token_bytes + passes * WEIGHT_BYTES * num_weights + update_bytes
-    launches_s = passes * sizes.num_layers * LAUNCHES_OF_A_BLOCK * rates.launch_s
-    computed_s = products_s + num_bytes / (device.memory * rates.memory) + launches_s
-    num_sent = sum(sum(by_dtype.values()) for by_dtype in states.sent.values())
-    several_nodes = spec.resources.workers > NODE and not rates.hides_wire
-    wire_s = num_sent / (rates.link * (min(PORT_BYTES_PER_S, device.link) if several_nodes else device.link))
+def _step_s(
+    spec: JobSpec, sizes: GPTSizes | LlamaSizes, states: States, device: DeviceRates, exchanged: Exchanged, rates: _Rates
+) -> float:
+    parallelism, num_passes = spec.parallelism, spec.batch.num_micro_batches
+    computed_s = _products_s(spec, sizes, device, rates)
+    computed_s += _bytes_of_work(spec, sizes, states, rates) / (device.memory * rates.memory)
+    computed_s += num_passes * sizes.num_layers / parallelism.pipeline * LAUNCHES_OF_A_BLOCK * rates.launch_s
+    computed_s *= 1 + (parallelism.pipeline - 1) / (num_passes * spec.layout.stages_per_rank)  # waits at both ends
+    wire_s = sum(
+        _sent(by_collective) / (rates.link * _link(axis, spec, device, rates))
+        for axis, by_collective in {**exchanged, "replicas": states.sent}.items()
+    )
     return max(computed_s, wire_s) if rates.hides_wire else computed_s + wire_s
+
+
+def _products_s(spec: JobSpec, sizes: GPTSizes | LlamaSizes, device: DeviceRates, rates: _Rates) -> float:
+    """Return the seconds of a rank's matrix products, which all ranks share out evenly."""
+    num_fp8 = sum(math.prod(shape.shape) for shape in _fp8_shapes(spec, sizes))
+    linear, full = sizes.flops_per_token(0), sizes.flops_per_token(spec.training.sequence_length)
+    per_weight = 6 if spec.adapter is None else 4
+    in_fp8_s = per_weight * num_fp8 / (device.flops * device.fp8 * rates.fp8)
+    in_bf16_s = per_weight * (linear / 6 - num_fp8) / (device.flops * rates.bf16)
+    attention_s = (full - linear) * ATTENTION_FLOPS / (device.flops * rates.attention)
+    return _tokens(spec) * _again(spec, rates) * (in_fp8_s + in_bf16_s + attention_s)
+
+
+def _bytes_of_work(spec: JobSpec, sizes: GPTSizes | LlamaSizes, states: States, rates: _Rates) -> float:
+    """Return the bytes that a rank reads and writes beside its products."""
+    parallelism = spec.parallelism
+    # Norms and residual of all tokens on each rank of the axis, unless these divide the tokens.
+    repeated = 1 if rates.hides_wire or parallelism.sequence else parallelism.tensor
+    token_bytes: float = repeated * rates.activation_bytes * sizes.num_layers * sizes.hidden_size * _again(spec, rates)
+    # The last rank of a pipeline has the logits of all of its replica's tokens.
+    token_bytes += rates.logits_bytes * sizes.vocab_size * (1 if rates.hides_wire else parallelism.pipeline)
+    for shape in _fp8_shapes(spec, sizes):
+        token_bytes += rates.grad_output_bytes * shape.shape[0] + rates.input_bytes * shape.shape[1]
+    num_weights = sizes.flops_per_token(0) / 6 / parallelism.tensor / parallelism.pipeline
+    update = 2 * sum(states.held.values()) - states.held["gradients"]
+    return _tokens(spec) * token_bytes + spec.batch.num_micro_batches * WEIGHT_BYTES * num_weights + update
+
+
+def _tokens(spec: JobSpec) -> float:
+    return spec.training.global_batch_size * spec.tokens_per_sample / spec.resources.workers
+
+
+def _again(spec: JobSpec, rates: _Rates) -> float:
+    repeated = {"none": 0, "selective": rates.recomputed, "full": 1}[spec.training.activation_checkpointing]
+    return 1 + repeated / 3  # a forward pass is a third of a step's products
+
+
+def _sent(by_collective: Mapping[str, Mapping[str, int]]) -> int:
+    return sum(sum(by_dtype.values()) for by_dtype in by_collective.values())
+
+
+def _link(axis: str, spec: JobSpec, device: DeviceRates, rates: _Rates) -> float:
+    """Return the bytes per second of an axis's link. Ranks of the tensor axis are neighbours, on one node up to its size."""
+    within_node = spec.resources.workers <= NODE or (axis in ("tensor", "stage") and spec.parallelism.tensor <= NODE)
+    return device.link if rates.hides_wire or within_node else min(PORT_BYTES_PER_S, device.link)
 
 
 def _fp8_shapes(spec: JobSpec, sizes: FamilySizes) -> list[ParameterShape]:

@@ -34,8 +34,9 @@ from octet.api_schemas.models.gpt import gpt_sizes
 from octet.api_schemas.plan import CONTEXT_BYTES, NCCL_BYTES, TraceRequest
 from octet.api_schemas.planned_states import states_of
 from octet.api_schemas.resources import PoolConfig
-from octet.api_schemas.step_prediction import step_prediction
+from octet.api_schemas.step_prediction import Exchanged, step_prediction
 from octet.client.planner import trace_here
+from octet.worker.planning.moments import peak_of, traces_of
 
 GIB, GB = float(1 << 30), 1e9
 BEGIN, END = "<!-- benchmarks.published -->\n", "<!-- end -->\n"
@@ -85,9 +86,12 @@ class Published(NamedTuple):
     stored: Stored | None = None
 
 
+PARALLELISM = ("zero_stage", "tensor", "sequence", "pipeline", "schedule")
+
+
 def job_of(model: Any, level: str, workers: int, micro_batch_size: int, sequence_length: int, **options: Any) -> JobSpec:
     """Return a job. options: of training or, by their names, of parallelism."""
-    parallelism = {name: options.pop(name) for name in ("zero_stage", "tensor", "sequence") if name in options}
+    parallelism = {name: options.pop(name) for name in PARALLELISM if name in options}
     samples = micro_batch_size * (workers // parallelism.get("tensor", 1))
     filters = {} if level.endswith("amp") else {"auto_filter": False}
     return JobSpec.model_validate(
@@ -305,19 +309,52 @@ def speeds() -> list[Result]:
     for setting, level, published in (("bf16", "bf16-amp", 1.75), ("Transformer Engine", "te", 1.37)):
         name = f"{FP8_LM}: GPT 175B, speed of MS-AMP O3 at micro-batch 4 / {setting} at 1"
         rows.append(compared(name, published, step_s[level, 1] / step_s["O3", 4], "", DAY_2023))
-    return rows + [titan_speed(*row) for row in TITAN_SPEEDS]
+    return rows + nemo_speeds() + [titan_speed(*row) for row in TITAN_SPEEDS]
 
 
 def titan_speed(workers: int, level: str, published: float) -> Result:
     """Return a row of torchtitan's speeds beside the range that a plan has for a pool of H100s."""
-    job = titan(workers, 2, level)
-    pool = PoolConfig(name="gpu", node_label=("octet/pool", "gpu"), slots=workers, accelerator="cuda", device="H100 SXM5")
-    found = step_prediction(job, job.model.sizes, states_of(job, job.model.sizes), pool)
-    assert found is not None
-    tokens = 2 * 8192
     name = f"{TITAN.replace('bf16', 'bf16' if level == 'bf16-amp' else 'float8')}; {workers} H100 of 500 W, 2 × 8192, compiled"
-    ends = (tokens / found.most_s, tokens / found.least_s)
-    return within(name, published, ends, "tokens/s of a GPU", "a plan's range; the cards have 500 W and 2.4 TB/s")
+    return planned_speed(name, published, titan(workers, 2, level), None, "a plan's range; the cards have 500 W and 2.4 TB/s")
+
+
+def nemo_speeds() -> list[Result]:
+    """Return NeMo's rows beside the ranges of plans, by the bytes that traces count. A pipeline's may take two minutes."""
+    rows = []
+    for name, published, sizes, layout, sequences, _ in SPEEDS:
+        job = nemo(sizes, layout, sequences)
+        exchanged = peak_of(job, [traces_of(job, sequences, layout.pipeline // 2)]).exchanged
+        rows.append(planned_speed(name, published, job, exchanged, "a plan's range; of a pipeline its rank in the middle"))
+    return rows
+
+
+def nemo(sizes: GPTSizes, layout: Layout, sequences: int) -> JobSpec:
+    """Return a run of NeMo as a job. Our pipelines have two chunks at most."""
+    model = {"family": "gpt"} | {name: getattr(sizes, name) for name in GPT_7B}
+    schedule = {"pipeline": layout.pipeline, "schedule": "interleaved"} if layout.pipeline > 1 else {}
+    layers = {"tensor": layout.tensor, "sequence": True} if layout.tensor > 1 else {}
+    samples = layout.sequences_per_step
+    return job_of(
+        model,
+        "te",
+        layout.num_gpus,
+        sequences,
+        sizes.max_sequence_length,
+        global_batch_size=samples,
+        zero_stage=1,
+        **schedule,
+        **layers,
+    )
+
+
+def planned_speed(name: str, published: float, job: JobSpec, exchanged: Exchanged | None, why: str) -> Result:
+    """Return a row of a speed beside the range that a plan has for a pool of H100s."""
+    workers = job.resources.workers
+    pool = PoolConfig(name="gpu", node_label=("octet/pool", "gpu"), slots=workers, accelerator="cuda", device="H100 SXM5")
+    found = step_prediction(job, job.model.sizes, states_of(job, job.model.sizes), pool, exchanged)
+    assert found is not None
+    tokens = job.training.global_batch_size * job.tokens_per_sample / workers
+    return within(name, published, (tokens / found.most_s, tokens / found.least_s), "tokens/s of a GPU", why)
 
 
 def results() -> list[Result]:

@@ -34,6 +34,7 @@ from octet.worker.parallel import Parallel, on_mesh
 from octet.worker.parallel.tensor_plan import plan_of, roles_of
 from octet.worker.planning.network import look_at
 from octet.worker.planning.trace import sent_on_axes
+from octet.worker.prepare.adapters import add_adapters, attach_adapters
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.memory_options import prepare_steps
 from octet.worker.train.build import MovingAverage
@@ -206,6 +207,7 @@ QWEN3 = {
         **{"num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 32, "tie_word_embeddings": True},
     },
 }
+CODED = ("O1", "O3", "O3-split", "O2-8bit", "O3-split-8bit")
 MIXTURE = QWEN3 | {
     "architecture": "mixtral",
     "config": QWEN3["config"] | {"num_local_experts": 4},  # type: ignore[operator]
@@ -222,6 +224,27 @@ def test_one_rank_of_a_network_of_transformers(model: dict[str, Any], level: str
     sizes = sizes_with(spec, look_at(spec, None).shapes)
     assert states_of(spec, sizes).held == measured(spec)[0]
     assert sizes.num_parameters == sum(parameter.numel() for parameter in build_model(spec.model, 0).parameters())
+
+
+@pytest.mark.parametrize(
+    "level", [*("bf16-amp", "te", "O2"), *(pytest.param(level, marks=pytest.mark.matrix) for level in CODED)]
+)
+@pytest.mark.parametrize("options", [{"rank": 8}, {"rank": 4, "targets": ["q_proj", "*.mlp.*"], "dtype": "fp32"}])
+def test_one_rank_of_a_job_with_adapters(level: str, options: dict[str, Any]) -> None:
+    of_network = job(QWEN3, level)
+    spec = job({"family": "huggingface", "path": "/models/qwen3"}, level, adapter=options)
+    states = states_of(spec, sizes_with(spec, look_at(of_network, None).shapes))
+    config, model = resolve(of_network, RankEnv(rank=0, world_size=1)), build_model(of_network.model, 0)
+    add_adapters(model, spec.adapter, config.precision, 0, torch.device("cpu"))
+    optimizer = build_optimizer(parameter_groups(model, config.optimizer), config.optimizer, config.gradient_clip)
+    prepared = prepare(model, optimizer, config.precision)
+    attach_adapters(prepared.model)
+    model.loss(batch_of("huggingface")).loss.backward()
+    assert prepared.optimizer is not None
+    prepared.optimizer.step()
+    assert states.held == memory_report(prepared.model, prepared.optimizer)
+    assert 0 < states.plain <= sum(states.held.values())
+    assert (states.plain < sum(states.held.values())) == (level != "bf16-amp"), "nothing is converted there"
 
 
 @pytest.mark.parametrize(

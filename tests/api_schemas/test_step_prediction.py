@@ -14,7 +14,7 @@ from octet.api_schemas.step_prediction import StepRange, step_prediction
 TRAINING = {"steps": 1000, "global_batch_size": 8, "sequence_length": 8192, "activation_checkpointing": "selective"}
 
 
-def predicted(level: str, device: str | None = "H100 80GB HBM3", **parts: Any) -> StepRange | None:
+def predicted(level: str, device: str | None = "H100 80GB HBM3", exchanged: Any = None, **parts: Any) -> StepRange | None:
     document = {
         "name": "predicted",
         "model": {"preset": "llama-8b"},
@@ -29,7 +29,10 @@ def predicted(level: str, device: str | None = "H100 80GB HBM3", **parts: Any) -
         name="gpu", node_label=("pool", "gpu"), slots=8, accelerator="cuda", memory_per_device_bytes=8 * 10**10, device=device
     )
     states = states_of(spec, spec.model.sizes)
-    found, floor = step_prediction(spec, spec.model.sizes, states, pool), step_floor(spec, spec.model.sizes, states, pool)
+    found, floor = (
+        step_prediction(spec, spec.model.sizes, states, pool, exchanged),
+        step_floor(spec, spec.model.sizes, states, pool),
+    )
     if found is not None:
         assert floor is not None
         assert floor.step_s < found.least_s < found.most_s
@@ -55,9 +58,31 @@ def test_fp8_is_predicted_faster_and_recomputing_slower() -> None:
     assert narrow.most_s < wide.most_s
 
 
-def test_what_is_not_counted_is_not_predicted() -> None:
+def test_without_a_device_or_a_trace_of_divided_layers_nothing_is_predicted() -> None:
     assert predicted("O2", None) is None
     assert predicted("O2", parallelism={"tensor": 2}) is None
+
+
+def test_what_ranks_of_a_layer_exchange_takes_time() -> None:
+    nothing, much = (
+        predicted("O2", exchanged={"tensor": {"exchange": {"bfloat16": num_bytes}}}, parallelism={"tensor": 2})
+        for num_bytes in (0, 10**10)
+    )
+    assert nothing is not None
+    assert much is not None
+    assert much.most_s - nothing.most_s == pytest.approx(10**10 / (0.8 * 450e9))
+    assert much.least_s == nothing.least_s, "it may be hidden"
+
+
+def test_ranks_of_a_pipeline_wait_less_with_more_micro_batches() -> None:
+    few, many = (
+        predicted("O2", exchanged={}, parallelism={"pipeline": 4}, training=TRAINING | sizes)
+        for sizes in ({"micro_batch_size": 4, "global_batch_size": 32}, {"micro_batch_size": 1, "global_batch_size": 32})
+    )
+    assert few is not None
+    assert many is not None
+    # 4 micro-batches of a replica or 16, over four ranks; weights are read once for each.
+    assert few.least_s / many.least_s == pytest.approx((1 + 3 / 4) / (1 + 3 / 16), rel=0.1)
 
 
 def test_a_pool_says_what_its_plans_lack() -> None:

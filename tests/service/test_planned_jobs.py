@@ -316,19 +316,16 @@ def test_auto_is_refused_in_a_pool_that_states_no_memory(client: TestClient, spe
     ("changes", "has_planner", "allowed"),
     [
         ({}, False, "planner is off"),
-        (
-            {"model": {"family": "huggingface", "path": "/models/saved"}, "adapter": {"rank": 16}},
-            True,
-            "steps with adapters are not traced",
-        ),
+        ({"model": {"family": "python", "entrypoint": "never_imported:build"}}, True, "steps of family python are not traced"),
     ],
 )
 def test_auto_is_refused_where_no_peak_can_be_known(
     world: World, spec_document: Document, changes: Document, has_planner: bool, allowed: str
 ) -> None:
     job = JobSpec.model_validate(spec_document | {"precision": "auto", "resources": {"pool": "h100"}} | changes)
+    pools = tuple(pool.model_copy(update={"allows_entrypoints": True}) for pool in world.settings.pools)
     with pytest.raises(InvalidRequest) as refused:
-        check_options(job, world.settings.model_copy(update={"planner": has_planner}))
+        check_options(job, world.settings.model_copy(update={"planner": has_planner, "pools": pools}))
     assert allowed in refused.value.errors[0].allowed
 
 

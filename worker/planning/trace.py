@@ -34,6 +34,7 @@ from octet.worker.planning.curve import Curve, Moment
 from octet.worker.planning.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
 from octet.worker.planning.fake_gpu import device as register
 from octet.worker.planning.live_bytes import LiveBytes
+from octet.worker.prepare.adapters import add_adapters, attach_adapters
 from octet.worker.prepare.initialize import prepare
 from octet.worker.prepare.memory_options import prepare_steps
 
@@ -113,11 +114,13 @@ def _build(
     """Convert a model and put it on its mesh as a job does, with parameters that have no values."""
     training = spec.training
     network.to_device(model, device)
-    optimizer = build_optimizer(parameter_groups(model, training.optimizer), training.optimizer, training.gradient_clip)
     precision = spec.resolved_precision.model_copy(update={"statistics_every": 0})
+    add_adapters(model, spec.adapter, precision, training.seed, device)
+    optimizer = build_optimizer(parameter_groups(model, training.optimizer), training.optimizer, training.gradient_clip)
     tokens = spec.batch.micro_batch_size * tokens_per_sample(sizes.takes, training.sequence_length)
     prepared = prepare(model, optimizer, precision, seed=training.seed, tokens=tokens)
     assert prepared.optimizer is not None
+    attach_adapters(prepared.model)
     eager = training.model_copy(update={"compile": "off"})
     prepare_steps(prepared.model, prepared.optimizer, eager, device)
     mesh = Axes.of_layout(spec.layout, rank, device)

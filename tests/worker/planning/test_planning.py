@@ -24,6 +24,7 @@ from octet.api_schemas.plan import (
     rows_of,
     traces_of,
 )
+from octet.api_schemas.training import AdapterSpec
 from octet.worker.planning.curve import Moment
 from octet.worker.planning.moments import extrapolate
 from octet.worker.planning.trace import Trace
@@ -159,13 +160,17 @@ def test_a_folder_is_planned_by_its_configuration(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config | {"model_type": name}))
     jobs = [spec_of({"family": "huggingface", "path": str(tmp_path / name)}) for name in ("qwen3", "mixtral", "nowhere")]
+    jobs.append(jobs[0].model_copy(update={"adapter": AdapterSpec()}))
     found = [candidate for job in jobs for candidate in candidates(PlanRequest(job=job, levels=("O2",)))]
     requests, unread = read_configs(traces_of(found), ANY_FILE)
     lines = "".join(f"{request.model_dump_json()}\n" for request in requests)
     replies = [TraceReply.model_validate_json(line) for line in run("octet.worker.planning", lines=lines).splitlines()]
-    of_folder, of_mixture, of_nowhere = rows_of(found, [], [*replies, *unread])
+    of_folder, of_mixture, of_nowhere, of_adapters = rows_of(found, [], [*replies, *unread])
     assert of_folder.peak_bytes is not None, of_folder.reason
     assert (of_folder.states_agree, of_folder.converted_layers) == (True, 7 * NUM_BLOCKS)
+    assert of_adapters.peak_bytes is not None, of_adapters.reason
+    assert (of_adapters.states_agree, of_adapters.converted_layers) == (True, 7 * NUM_BLOCKS)
+    assert of_adapters.peak_bytes < of_folder.peak_bytes
     assert of_mixture.peak_bytes is None
     assert "bincount" in (of_mixture.reason or "")
     assert of_mixture.converted_layers == 4 * (4 + 2 * 4), "each expert is two layers"
