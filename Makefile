@@ -167,11 +167,10 @@ fmt: install page-tools
 
 # Rewrite the frozen surfaces: JSON schemas, the OpenAPI document, the manifests of deploy/kubernetes. Review the diff.
 snapshots: install $(HELM)
-	OCTET_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/api_schemas tests/service/test_openapi.py tests/worker/models/test_config_fields.py
+	OCTET_UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/api_schemas tests/service/test_openapi.py tests/service/test_database.py tests/worker/models/test_config_fields.py
 	$(BIN)/python -m deploy.helm.render
 
 bench: install
-	$(BIN)/python -m benchmarks.optimizer_step
 	$(BIN)/python -m benchmarks.host_time --levels O2
 
 # On a machine with a GPU, run by the Python that has its torch: docs/benchmarks.md. Each ends within eight minutes.

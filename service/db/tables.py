@@ -533,7 +533,7 @@ class PoolCapacityRow(Base):
 
 
 class TallyRow(Base):
-    """Counts of jobs, attempts and pools by kind. Triggers keep them (`migrations/versions/0007_tallies.py`)."""
+    """Counts of jobs, attempts and pools by kind. Triggers keep them (`octet.service.db.triggers`)."""
 
     __tablename__ = "tallies"
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import stat
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -187,8 +186,6 @@ def database_of_one_machine(settings: Settings, *, lock_timeout_s: float = LOCK_
     database that cannot be written: locked, on a full disk, damaged, or away.
     """
     database = Database(settings.effective_database_url, lock_timeout_s=lock_timeout_s)
-    if database.path is not None and not database.path.exists():
-        _create_in_a_child(database)
     try:
         database.migrate()
     except DBAPIError as error:
@@ -217,23 +214,6 @@ def stored_database(data_dir: Path, database_url_file: Path | None, *, alone: bo
         raise _unusable(database, error) from error
     finally:
         database.close()
-
-
-def _create_in_a_child(database: Database) -> None:
-    """Migrate a database that is not there yet in a process that ends, for the 11 MiB that the migrations leave in memory.
-
-    It does so while this process has one thread alone. Whatever stops the child, the caller's own migration meets and reports.
-    """
-    if threading.active_count() > 1:
-        return
-    child = os.fork()
-    if child == 0:
-        try:
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the folder's lock and the socket end with the server alone
-            database.migrate()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
 
 
 def _unusable(database: Database, error: DBAPIError) -> RuntimeError:

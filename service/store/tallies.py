@@ -1,6 +1,6 @@
 """SQL of the tallies: counts of jobs and attempts, and of changes, without counting.
 
-Triggers keep them; see `service/db/migrations/versions/0007_tallies.py`.
+Triggers keep them; see `octet.service.db.triggers`.
 """
 
 from collections.abc import Iterable

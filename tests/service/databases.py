@@ -1,4 +1,6 @@
-"""Which databases a test runs on by default."""
+"""Which databases a test runs on by default, and the schemas of every release."""
+
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +16,8 @@ ON_BOTH = pytest.mark.parametrize(
     "database_url", ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)], indirect=True
 )
 """For the test that stands for the others: both databases in `make test`."""
+
+
+def schema_file(revision: str, dialect: str) -> Path:
+    """Return the file with the statements, one a line, that made a database of this schema."""
+    return Path(__file__).with_name("schemas") / f"{revision}.{dialect}.sql"

@@ -4,19 +4,15 @@ import random
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
 
 import pytest
-from sqlalchemy import Connection, bindparam, insert, select, table, text
-from sqlalchemy import column as named
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from octet.service import store
-from octet.service.db import migrate
-from octet.service.db.tables import CurvePartRow, EvaluationRow, JobRow, UtcDateTime
+from octet.service.db.tables import CurvePartRow, EvaluationRow, JobRow
 from octet.service.store import curves
 from octet.service.store.curves import Point
-from tests.service.test_database import without_curve_parts, without_rows
 from tests.service.world import World
 
 ATTEMPTS = ("att_1", "att_2")
@@ -128,42 +124,3 @@ def check_parts(session: Session, job_id: str) -> None:
     assert all(1 <= part.num_steps <= 5 for part in parts)
     steps = {point.step for point in store.curves.points_after(session, job_id, 0, 1000)}
     assert steps >= set(session.scalars(select(EvaluationRow.step).where(EvaluationRow.job_id == job_id)))
-
-
-def as_before_parts(connection: Connection, rows: list[dict[str, Any]]) -> None:
-    """Store rows as version 0009 did."""
-    without_rows(connection)
-    without_curve_parts(connection)
-    old = table("metrics", *map(named, rows[0]))
-    values = {name: bindparam(name) for name in rows[0]} | {"at": bindparam("at", type_=UtcDateTime())}
-    connection.execute(insert(old).values(values), rows)
-    connection.execute(text("UPDATE alembic_version SET version_num = '0009'"))
-
-
-def test_a_curve_from_before_there_were_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All its rows are there afterwards. A process that dies in the migration leaves them, and the next one begins again."""
-    draw, expected = random.Random(1), {world.submit(): Model(), world.submit(): Model()}
-    rows = []
-    for job_id, model in expected.items():
-        model.put(
-            [
-                made(step, draw, world)._replace(attempt_id=ATTEMPTS[step > 700])
-                for step in range(1, 1400, 1 + len(rows) // 1000)
-            ]
-        )
-        model.evaluate(700 if not rows else 699, 1.25, {})
-        rows += [point._asdict() | {"job_id": job_id, "evaluation_metrics": None} for point in model.points.values()]
-    with world.database.write() as session:
-        as_before_parts(session.connection(), rows)
-    with monkeypatch.context() as patch:
-        patch.setattr("alembic.op.drop_table", lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            world.database.migrate()
-    with world.database.read() as session:
-        assert session.execute(text("SELECT count(*) FROM metrics")).scalar() == len(rows)
-    world.database.migrate()
-    with world.database.read() as session:
-        assert migrate.check(session.connection()) == migrate.known_revisions()[-1]
-        for job_id, model in expected.items():
-            assert store.curves.points_after(session, job_id, 0, 5000) == model.after(0, 5000)
-            assert store.curves.points_after(session, job_id, 999, 10) == model.after(999, 10)

@@ -30,7 +30,7 @@ def test_a_new_and_a_former_database_are_opened(tmp_path: Path) -> None:
     assert (tmp_path / "octet.db").is_file()
 
 
-def test_the_migrations_of_a_new_one_leave_nothing_in_memory(tmp_path: Path) -> None:
+def test_a_new_one_needs_no_migrations(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from sqlalchemy import text; from octet.service.settings import Settings\n"
         "from octet.service.processes.startup import database_of_one_machine\n"
