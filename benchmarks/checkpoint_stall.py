@@ -8,19 +8,15 @@ CPU time is that of the training thread, and of all threads where the step waits
 """
 
 import argparse
-import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.figures import Figure, add_write_option, command_line, write
+from benchmarks.figures import Figure, add_write_option, show
 from octet.api_schemas import JobSpec
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.mesh import Mesh
@@ -33,19 +29,15 @@ MODEL = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 256,
 
 
 class TimedTrainer(Trainer):
-    """Finishes every other checkpoint at once, and keeps the seconds of each save and of each interval between them."""
+    """Finishes every other checkpoint at once, and keeps the seconds of each save, and its share of the CPU time."""
 
     stalls_s: dict[str, list[float]]
-    intervals_s: dict[str, list[float]]
     cpu_shares: dict[str, list[float]]
-    num_bytes: int
 
     def run(self, checkpoints: Any = ()) -> Any:
         """Train, and measure."""
-        self.stalls_s, self.intervals_s = {IN_STEP: [], IN_THREAD: []}, {IN_STEP: [], IN_THREAD: []}
-        self.cpu_shares = {IN_STEP: [], IN_THREAD: []}
-        self.num_bytes, self._number, self._began_s, self._stall_cpu_s = 0, 0, time.perf_counter(), 0.0
-        self._cpu_began_s = time.thread_time()
+        self.stalls_s, self.cpu_shares = {IN_STEP: [], IN_THREAD: []}, {IN_STEP: [], IN_THREAD: []}
+        self._number, self._stall_cpu_s, self._cpu_began_s = 0, 0.0, time.thread_time()
         return super().run(checkpoints)
 
     def save(self) -> None:
@@ -56,16 +48,13 @@ class TimedTrainer(Trainer):
         stall_started_s = clock()
         super().save()
         if kind == IN_STEP:
-            saved = self.writer.finish()
-            self.num_bytes = saved.num_bytes if saved else 0
-        ended_s = time.perf_counter()
-        self.stalls_s[kind].append(ended_s - started_s)
+            self.writer.finish()
+        self.stalls_s[kind].append(time.perf_counter() - started_s)
         previous = (IN_STEP, IN_THREAD)[(self._number + 1) % 2]  # the checkpoint that began this interval
-        self.intervals_s[previous].append(started_s - self._began_s)
         if self._number:
             self.cpu_shares[previous].append(self._stall_cpu_s / (cpu_started_s - self._cpu_began_s))
         self._stall_cpu_s, self._cpu_began_s = clock() - stall_started_s, time.thread_time()
-        self._number, self._began_s = self._number + 1, ended_s
+        self._number += 1
 
 
 def measure(level: str, num_checkpoints: int, every: int) -> TimedTrainer:
@@ -89,7 +78,7 @@ def measure(level: str, num_checkpoints: int, every: int) -> TimedTrainer:
 
 
 def main() -> int:
-    """Print and write the table."""
+    """Print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--level", default="O2")
     parser.add_argument("--checkpoints", type=int, default=6, help="of each kind")
@@ -98,33 +87,14 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     trainer = measure(options.level, options.checkpoints, options.every)
-    lines = [
-        f"# What a step waits for a checkpoint, {datetime.now(UTC):%Y-%m-%d}",
-        "",
-        f"`python -m benchmarks.checkpoint_stall {' '.join(sys.argv[1:])}` on {platform.machine()}, "
-        f"{os.cpu_count()} cores; torch {torch.__version__}.",
-        f"GPT of {num_parameters(trainer.model):,} parameters at {options.level}, {trainer.num_bytes:,} bytes a checkpoint, "
-        f"one every {options.every} steps; medians of {options.checkpoints - 1}.",
-        "",
-        "| checkpoint written | a step waits (s) | longest (s) | steps until the next (s) | share | share of CPU time |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
     model = f"GPT of {num_parameters(trainer.model) / 1e6:.1f} M parameters at {options.level}"
     figures: list[Figure] = []
     for kind in (IN_STEP, IN_THREAD):
-        stalls_s, intervals_s = trainer.stalls_s[kind][1:], trainer.intervals_s[kind][1:]
-        stall_s, interval_s = statistics.median(stalls_s), statistics.median(intervals_s)
-        share = statistics.median(trainer.cpu_shares[kind])
-        lines.append(
-            f"| {kind} | {stall_s:.4f} | {max(stalls_s):.4f} | {interval_s:.3f} | {stall_s / interval_s:.1%} | {share:.2%} |"
-        )
-        name = f"checkpoint: {model}, written {kind}"
-        figures.append(Figure(f"{name}, a step waits (ms)", f"{stall_s * 1e3:.1f}", f"up to {max(stalls_s) * 1e3:.1f}"))
+        stalls_s, share = trainer.stalls_s[kind][1:], statistics.median(trainer.cpu_shares[kind])
+        name, most = f"checkpoint: {model}, written {kind}", f"up to {max(stalls_s) * 1e3:.1f}"
+        figures.append(Figure(f"{name}, a step waits (ms)", f"{statistics.median(stalls_s) * 1e3:.1f}", most))
         figures.append(Figure(f"{name}, share of CPU time (%)", f"{share * 100:.2f}"))
-    report = "\n".join(lines) + "\n"
-    sys.stdout.write(report)
-    if options.write:
-        write(options.write, figures, command_line("benchmarks.checkpoint_stall", sys.argv[1:]))
+    show(figures, "benchmarks.checkpoint_stall", options.write)
     return 0
 
 

@@ -9,6 +9,7 @@ import argparse
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
@@ -64,6 +65,13 @@ def command_line(module: str, words: Sequence[str]) -> str:
             kept.append(word)
         skips = names_folder and "=" not in word
     return " ".join([f"python -m {module}", *kept])
+
+
+def show(figures: Sequence[Figure], module: str, path: Path | None) -> None:
+    """Print the rows of a timed benchmark, and write them into a file if one is named."""
+    sys.stdout.write("".join(f"{figure.line()}\n" for figure in figures))
+    if path is not None:
+        write(path, figures, command_line(module, sys.argv[1:]))
 
 
 def write(path: Path, figures: Iterable[Figure], command: str, machine: str = "", *, is_timed: bool = True) -> None:

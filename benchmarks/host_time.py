@@ -1,6 +1,6 @@
 """Time the host's share of a training step at each level, with launches stubbed, relative to bf16-amp.
 
-    python -m benchmarks.host_time [--levels O2,te] [--family llama] [--compile] [--windows] [--profile LEVEL] [--write]
+    python -m benchmarks.host_time [--levels O2,te] [--family llama] [--compile] [--windows] [--write]
 
 `stubbed_launches.py` says what runs. The levels take turns step by step, so that other load affects all of them equally; times
 are of the process's CPU. bf16-amp has torch's fused AdamW. The limits: O2 takes at most the host time
@@ -9,10 +9,8 @@ On a loaded machine medians of steps tell little: --windows adds up the least ti
 """
 
 import argparse
-import cProfile
 import os
 import platform
-import pstats
 import statistics
 import sys
 import time
@@ -193,19 +191,6 @@ def count(phases: Phases, *, compiled: bool) -> dict[str, int | str]:
     return {**of_host, "launches": launches.num_launches, "ops": ops.num_ops}
 
 
-def profile(level: str, family: str, num_steps: int, *, compiled: bool) -> None:
-    """Print where the Python time of a level's steps goes."""
-    phases = phases_of(level, family, compiled=compiled)
-    for _ in range(_WARM_UP_ROUNDS):
-        take(phases)
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(num_steps):
-        take(phases)
-    profiler.disable()
-    pstats.Stats(profiler, stream=sys.stdout).sort_stats("tottime").print_stats(45)
-
-
 def ratio_of(found: dict[str, dict[str, float]], level: str) -> float:
     """Return the host's time of a level's step over bf16-amp's."""
     return sum(found[level].values()) / sum(found[REFERENCE].values())
@@ -256,16 +241,12 @@ def main() -> int:
     parser.add_argument("--family", default="gpt", choices=sorted(FAMILIES))
     parser.add_argument("--windows", action="store_true", help="add up the least times of each block's passes, eagerly")
     parser.add_argument("--compile", action="store_true", help="compile each block, as jobs do on CUDA")
-    parser.add_argument("--profile", help="print the profile of this level's steps instead of the table")
     add_write_option(parser)
     options = parser.parse_args()
     if options.windows and options.compile:
         parser.error("--windows with --compile: a compiled block has no place to note the time; allowed: one of them.")
     torch.set_num_threads(1)
     with stubbed_launches():
-        if options.profile:
-            profile(options.profile, options.family, options.rounds, compiled=options.compile)
-            return 0
         levels = [REFERENCE, *options.levels.split(",")]
         steps = {level: phases_of(level, options.family, compiled=options.compile) for level in levels}
         if options.windows:

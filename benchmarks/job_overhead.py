@@ -1,6 +1,6 @@
 """Time the steps of a job against a bare training loop of the same model, data and level, on one CPU thread.
 
-    python -m benchmarks.job_overhead [--levels bf16-amp,O2] [--rounds 12] [--steps 40] [--profile] [--write]
+    python -m benchmarks.job_overhead [--levels bf16-amp,O2] [--rounds 12] [--steps 40] [--write]
 
 The job is a spec that runs through `octet.worker.rank.main`: batches read by a thread, losses, norms,
 reports, metrics. Alone it writes its reports to its log; as a rank it sends them to a control
@@ -12,14 +12,10 @@ whole job. `job_steps.py` says how that is computed.
 """
 
 import argparse
-import cProfile
 import json
 import logging
 import multiprocessing
-import pstats
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -34,8 +30,8 @@ import httpx
 import torch
 from torch import nn
 
-from benchmarks.figures import add_write_option, command_line, write
-from benchmarks.job_steps import Found, figures, holds, table
+from benchmarks.figures import add_write_option, show
+from benchmarks.job_steps import Found, figures, holds
 from octet.api_schemas import DesiredState, JobSpec, LaunchOrder, PoolConfig, ReportReply
 from octet.worker import initialize
 from octet.worker.common.config import RankEnv, resolve
@@ -53,7 +49,6 @@ CPU = torch.device("cpu")
 TO_LOG, TO_CONTROL_PLANE = "log", "control plane"
 NUM_WARM_UP = 5
 MODEL = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 256, "max_sequence_length": 64}
-DESCRIPTION = f"GPT of {MODEL['num_layers']} layers, hidden size {MODEL['hidden_size']}, 8 × 64 tokens"
 
 
 def write_corpus(folder: Path) -> Path:
@@ -186,62 +181,47 @@ def measure(spec: dict[str, Any], folder: Path, run: Callable[[dict[str, Any], P
     """Run a job, and a bare step before each of its steps. The first steps are not timed."""
     bare, found, step = bare_loop(spec), Found(), Trainer.step
     ended: list[Moment] = []  # when each bare step did
-    used_s: list[dict[str, float]] = []  # by the job's threads, when the first and the last bare step ended
 
     def timed(trainer: Trainer) -> None:
         began = Moment.now()
         if len(ended) > NUM_WARM_UP:
             found.job_s.append(began.main_s - ended[-1].main_s)
-            found.job_wall_s.append(began.wall_s - ended[-1].wall_s)
         next(bare)
-        if len(ended) in (NUM_WARM_UP, spec["training"]["steps"] - 1):
-            used_s.append(thread_times())
         ended.append(Moment.now())
         if len(ended) > NUM_WARM_UP:
             found.bare_s.append(ended[-1].main_s - began.main_s)
-            found.bare_wall_s.append(ended[-1].wall_s - began.wall_s)
         step(trainer)
 
     with mock.patch.object(Trainer, "step", timed):
         run(spec, folder)
     first, last = ended[NUM_WARM_UP], ended[-1]
     found.threads_s = (last.all_s - first.all_s) - (last.main_s - first.main_s)
-    found.by_thread_s = {name: seconds - used_s[0].get(name, 0.0) for name, seconds in used_s[1].items()}
     return found
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The clocks at one moment: CPU seconds of the main thread and of all threads, and the time."""
+    """The CPU seconds of the main thread and of all threads at one moment."""
 
     main_s: float
     all_s: float
-    wall_s: float
 
     @classmethod
     def now(cls) -> "Moment":
-        return cls(time.thread_time(), time.process_time(), time.perf_counter())
-
-
-def thread_times() -> dict[str, float]:
-    """Return the CPU seconds of the job's own threads, by name."""
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("octet-") and thread.ident is not None]
-    return {thread.name: time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)) for thread in threads}
+        return cls(time.thread_time(), time.process_time())
 
 
 def main() -> int:
-    """Print and write the table. Returns 1 if an interval is not above the limit."""
+    """Print and write the figures. Returns 1 if an interval is not above the limit."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--levels", default=",".join(LEVELS), help="separated by commas")
     parser.add_argument("--rounds", type=int, default=12, help="jobs of each level")
     parser.add_argument("--steps", type=int, default=40, help=f"of each job; the first {NUM_WARM_UP} are not timed")
-    parser.add_argument("--profile", action="store_true", help="print the profile of one job of the first level instead")
     add_write_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     levels, found = options.levels.split(","), dict[tuple[str, str], list[Found]]()
-    profiler = cProfile.Profile()
     with tempfile.TemporaryDirectory(prefix="octet-overhead-") as name:
         corpus = write_corpus(Path(name))
 
@@ -250,19 +230,11 @@ def main() -> int:
             folder.mkdir()
             return measure(spec_of(level, corpus, options.steps), folder, RUN[reports])
 
-        if options.profile:
-            with profiler:
-                run(levels[0], TO_LOG, 0)
-            pstats.Stats(profiler).sort_stats("cumtime").print_stats(60)
-            return 0
         for number in range(options.rounds):
             for level in levels:
                 for reports in RUN:
                     found.setdefault((level, reports), []).append(run(level, reports, number))
-    report = table(found, DESCRIPTION)
-    sys.stdout.write(report)
-    if options.write:
-        write(options.write, figures(found), command_line("benchmarks.job_overhead", sys.argv[1:]))
+    show(figures(found), "benchmarks.job_overhead", options.write)
     return int(not all(holds(rounds) for rounds in found.values()))
 
 

@@ -11,7 +11,6 @@ import argparse
 import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.control_plane import Connection, Server, add_history, running, submission
 from benchmarks.control_plane_reports import NUM_ATTEMPTS, SETTINGS, Rank, ranks_of
-from benchmarks.figures import Figure, add_write_option, command_line, write
+from benchmarks.figures import Figure, add_write_option, show
 from octet.api_schemas import MAX_REPORTS_PER_BATCH
 
 if TYPE_CHECKING:
@@ -161,9 +160,7 @@ def main() -> int:
     for name, values in found.items():
         spread = f"{min(values):.1f} to {max(values):.1f}" if len(values) > 1 else ""
         rows.append(Figure(f"page: {name}", f"{statistics.median(values):.1f}", spread, f"<= {GOALS[name]:g}"))
-        sys.stdout.write(f"{rows[-1].line()}\n")
-    if options.write:
-        write(options.write, rows, command_line("benchmarks.page", sys.argv[1:]))
+    show(rows, "benchmarks.page", options.write)
     return 0
 
 

@@ -17,12 +17,10 @@ def test_it_compares_each_step_of_a_job_with_a_bare_one(
     arguments = ["--levels", "fp32", "--rounds", "2", "--steps", str(num_steps)]
     monkeypatch.setattr(sys, "argv", ["job_overhead", *arguments])
     assert job_overhead.main() in (0, 1)  # so few steps of a loaded machine prove no ratio
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fp32 |")]
-    for row, reports in zip(rows, job_overhead.RUN, strict=True):
-        cells = [cell.strip() for cell in row.split("|")[1:-1]]
-        assert cells[1] == reports
-        assert cells[2] == "2 × 4"  # the times between the bare steps that are timed
-        assert 0.2 < float(cells[-1].split(" ± ")[0]) < 5
+    rows = [line.split("|")[1:] for line in capsys.readouterr().out.splitlines()]
+    for (name, value, *_), reports in zip(rows, job_overhead.RUN, strict=True):
+        assert f"job: fp32, reports to {reports}," in name
+        assert 0.2 < float(value) < 5
 
 
 def found(added_s: float, noise_s: float = 0.0) -> Found:
@@ -30,15 +28,13 @@ def found(added_s: float, noise_s: float = 0.0) -> Found:
     bare_s = [0.050 + 0.001 * step for step in range(21)]
     job_s = [(before + after) / 2 + added_s + noise_s for before, after in pairwise(bare_s)]
     job_s[7] += 1.0
-    return Found(bare_s, job_s, list(bare_s), [2 * seconds for seconds in job_s], threads_s=0.0004 * len(job_s))
+    return Found(bare_s, job_s, threads_s=0.0004 * len(job_s))
 
 
 def test_slow_drifts_and_single_steps_do_not_count_and_threads_do() -> None:
     one = found(0.001)
-    assert one.main_added_s == pytest.approx(0.001)
     assert one.added_s == pytest.approx(0.0014)
     assert one.throughput == pytest.approx(0.060 / 0.0614)
-    assert one.wall_throughput == pytest.approx(0.060 / 0.1215, rel=0.02)
 
 
 def test_the_whole_interval_has_to_lie_above_the_limit() -> None:
@@ -47,9 +43,3 @@ def test_the_whole_interval_has_to_lie_above_the_limit() -> None:
     wide = [found(0.0008, noise) for noise in (-2e-3, 0.0, 2e-3)]
     assert sum(each.throughput for each in wide) / 3 > job_steps.LIMIT
     assert not job_steps.holds(wide)
-
-
-def test_the_smallest_step_is_the_one_that_reaches_the_limit() -> None:
-    step_s = job_steps.smallest_step_s(0.0015)
-    assert step_s / (step_s + 0.0015) == pytest.approx(job_steps.LIMIT)
-    assert job_steps.smallest_step_s(-0.1) == 0.0

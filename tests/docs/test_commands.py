@@ -74,7 +74,7 @@ ELSEWHERE = {
     r"make snapshots": Elsewhere("tests/service/test_openapi.py", "OCTET_UPDATE_SNAPSHOTS"),
     r"make pictures": Elsewhere("tests/page/pictures.py", "def main", "a browser, and minutes"),
     r"make dashboards": Elsewhere("tests/observability/test_live.py", "def test_a_panel_has_data"),
-    r"make bench": Elsewhere("tests/docs/test_commands.py", "def test_the_cpu_benchmark_runs"),
+    r"make bench": Elsewhere("tests/benchmarks/test_host_time.py", "def test_an_o2_step_issues_no_more_than_it_did"),
     r"make chaos": Elsewhere("tests/e2e/test_chaos.py", "outcome = weather(plan, tmp_path)"),
     r"make compose-smoke": Elsewhere("Makefile", "deploy/compose/smoke.py", "Docker"),
     r"make compose-up|docker compose up -d --build": Elsewhere(_SMOKE, 'compose("up", "-d", "--build")', "Docker"),
@@ -293,11 +293,3 @@ def test_wheels_from_a_folder_are_installed(scratch: Scratch) -> None:
         wheel.writestr("carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr("carried-1.0.dist-info/RECORD", "")
     assert scratch.run(f"{command} && python3 -c 'import carried; print(carried.ANSWER)'") == "42\n"
-
-
-def test_the_cpu_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import optimizer_step
-
-    monkeypatch.setattr("sys.argv", ["optimizer_step", "--hidden-size", "16", "--num-layers", "1", "--repeats", "1"])
-    optimizer_step.main()
-    assert "| O2 | " in capsys.readouterr().out
