@@ -59,12 +59,12 @@ class Telemetry:
         self._series_of_requests: dict[tuple[str, str, int], Histogram] = {}
         self.process = ProcessTelemetry(self.registry)
         self.registry.register(_DatabaseCollector(settings, database))
-        self._jobs = JobSeries(database)
+        self.registry.register(JobSeries(database))
         ProcessCollector(registry=self.registry)
 
     def render(self) -> bytes:
         """Render all metrics in Prometheus' text format."""
-        return generate_latest(self.registry) + self._jobs.render().encode()
+        return generate_latest(self.registry)
 
     def observe_report(self, queue_wait_s: float | None, phase_s: Mapping[str, float]) -> None:
         if queue_wait_s is not None:

@@ -2,17 +2,15 @@
 
 Shown are at most `MAX_JOBS` jobs, live or just ended, with at most `MAX_SERIES` series each; the rest is left out and
 counted. A job's name and its `comparison` label are the user's words, so only `octet_job_info` carries them.
-
-The lines are written here: prometheus_client sorts, checks and escapes the labels of each series, which was more than half
-of a scrape's time. Here a job's labels are written once, and the lines of an ended job once for all scrapes.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from prometheus_client.utils import floatToGoString
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from sqlalchemy.orm import Session
 
 from octet.service import store
@@ -59,6 +57,7 @@ HELP = {
     "octet_job_export_top1_agreement": "share of tokens with the same largest logit, newest export",
     "octet_job_memory_bytes": "bytes on rank 0 by class, of a job that succeeded",
 }
+_OF_EACH_JOB = ("job_id", "tenant", "pool", "level")
 _LABELS = {
     "octet_job_info": (COMPARISON, "name"),
     "octet_job_state": ("state",),
@@ -80,89 +79,57 @@ class Reported(NamedTuple):
 
 
 Value = tuple[str, float | None, tuple[str, ...]]
+Series = tuple[str, tuple[str, ...], float]
+"""A family's name, the values of the labels, and the value."""
 
 
-class JobLines(NamedTuple):
-    """The lines of one job in the text format, each with its family's name, and how many were left out."""
-
-    lines: list[tuple[str, str]]
-    num_dropped: int
-
-
-class JobSeries:
-    """Reads the last values of jobs from the database at each scrape and renders them. Any thread may call it."""
+class JobSeries(Collector):
+    """Reads the last values of jobs from the database at each scrape. Any thread may call it."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._num_dropped = 0
         self._lock = threading.Lock()
-        self._ended: dict[tuple[str, datetime], JobLines] = {}
+        self._ended: dict[tuple[str, datetime], list[Series]] = {}
 
-    def render(self) -> str:
-        """Render all families in Prometheus' text format, as `prometheus_client.generate_latest` does."""
+    def describe(self) -> Iterable[Metric]:
+        return []  # otherwise registering would collect, and read the database
+
+    def collect(self) -> Iterable[Metric]:
+        """Return all families. A job has at most `MAX_SERIES` series."""
         with self._database.read() as session:
             since = self._database.now(session) - ENDED_SHOWN_FOR
             jobs = store.jobs.jobs_to_show(session, since, MAX_JOBS)
             num_hidden = store.jobs.count_jobs_to_show(session, since) - len(jobs)
-            rendered = self._lines(session, jobs)
-        by_family: dict[str, list[str]] = {name: [_head(name, "gauge", text)] for name, text in HELP.items()}
-        for lines, _ in rendered:
-            for name, line in lines:
-                by_family[name].append(line)
+            found = self._series(session, jobs)
+        families = {
+            name: GaugeMetricFamily(name, text, labels=(*_OF_EACH_JOB, *_LABELS.get(name, ()))) for name, text in HELP.items()
+        }
+        for series in found:
+            for name, labels, value in series[:MAX_SERIES]:
+                families[name].add_metric(labels, value)
         with self._lock:
-            self._num_dropped += sum(job.num_dropped for job in rendered)
+            self._num_dropped += sum(len(series[MAX_SERIES:]) for series in found)
             num_dropped = self._num_dropped
-        dropped, hidden = "octet_exporter_dropped_series_total", "octet_jobs_hidden"
-        return "".join(
-            [
-                *("".join(lines) for lines in by_family.values()),
-                _head(dropped, "counter", "series left out of answers because of the budget"),
-                f"{dropped} {_number(num_dropped)}\n",
-                _head(hidden, "gauge", "live or recent jobs without series of their own"),
-                f"{hidden} {_number(num_hidden)}\n",
-            ]
-        )
+        yield from families.values()
+        dropped = "series left out of answers because of the budget"
+        yield CounterMetricFamily("octet_exporter_dropped_series", dropped, value=num_dropped)
+        yield GaugeMetricFamily("octet_jobs_hidden", "live or recent jobs without series of their own", value=num_hidden)
 
-    def _lines(self, session: Session, jobs: Sequence[tuple[str, datetime | None]]) -> list[JobLines]:
-        """Read and render these jobs, in their order. What is shown of an ended job stays the same, so its lines are kept."""
+    def _series(self, session: Session, jobs: Sequence[tuple[str, datetime | None]]) -> list[list[Series]]:
+        """Read the series of these jobs, in their order. Those of an ended job stay the same, so they are kept."""
         kept = self._ended
         found = {job_id: kept[job_id, at] for job_id, at in jobs if at is not None and (job_id, at) in kept}
         new = store.jobs.find_jobs(session, [job_id for job_id, _ in jobs if job_id not in found])
-        found |= {reported.job.id: _render(reported) for reported in _reported(session, new)}
+        found |= {reported.job.id: _series_of(reported) for reported in _reported(session, new)}
         self._ended = {(job_id, at): found[job_id] for job_id, at in jobs if at is not None}
         return [found[job_id] for job_id, _ in jobs]
 
 
-def _head(name: str, kind: str, text: str) -> str:
-    return f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
-
-
-def _render(reported: Reported) -> JobLines:
+def _series_of(reported: Reported) -> list[Series]:
     job = reported.job
-    common = {"job_id": job.id, "tenant": job.tenant, "pool": job.pool, "level": job.spec["precision"]["level"]}
-    labels = ",".join(_label(name, value) for name, value in common.items())
-    lines: list[tuple[str, str]] = []
-    num_dropped = 0
-    for name, value, own in _values(reported):
-        if value is None:
-            continue
-        if len(lines) == MAX_SERIES:
-            num_dropped += 1
-            continue
-        more = "".join(f",{_label(key, text)}" for key, text in zip(_LABELS[name], own, strict=True)) if own else ""
-        lines.append((name, f"{name}{{{labels}{more}}} {_number(value)}\n"))
-    return JobLines(lines, num_dropped)
-
-
-def _number(value: float) -> str:
-    text: str = floatToGoString(value)  # type: ignore[no-untyped-call]
-    return text
-
-
-def _label(name: str, value: str) -> str:
-    """Write a label; backslash, line feed and quote are escaped, as the text format wants it."""
-    escaped = value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-    return f'{name}="{escaped}"'
+    common = (job.id, job.tenant, job.pool, job.spec["precision"]["level"])
+    return [(name, (*common, *labels), value) for name, value, labels in _values(reported) if value is not None]
 
 
 def _reported(session: Session, jobs: Sequence[JobRow]) -> Iterator[Reported]:
