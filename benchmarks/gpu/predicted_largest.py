@@ -1,4 +1,4 @@
-"""Predict the largest GPT whose training step fits a card, by level and by options that save memory.
+"""Predict the largest GPT whose training step fits a card, by level, without options that save memory.
 
 The shapes are those of `largest.py`: hidden size 4096, one sequence of 2,048 tokens. The bytes that are alive at a moment of a
 step grow by as much with every layer, and the peak is the largest over all moments: a convex function of the number of layers,
@@ -26,32 +26,6 @@ MOST_LAYERS = 4096
 TARGET = Target(2.0, 2.6)
 LEVELS = ("O2", "O2-8bit", "O3-split-8bit", "O1")
 
-RELEASE = {"gradient_release": True, "gradient_clip": None}
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of a training by which levels are compared: bf16-amp's and those of our levels."""
-
-    said: str
-    of_peer: dict[str, Any]
-    of_levels: dict[str, Any]
-
-
-CHECKPOINTS = {"activation_checkpointing": "full", "fused_loss": True}
-WITHOUT = Options("without options", {}, {})
-ALL = Options(
-    "fused loss, activations in FP8, gradient release", {}, {"fused_loss": True, "saved_activations": "fp8", **RELEASE}
-)
-CHECKPOINTED = Options("checkpointing and fused loss, as bf16-amp; gradient release", CHECKPOINTS, CHECKPOINTS | RELEASE)
-
-RESIDUAL = {"residual_stream": "bf16"}
-WITH_RESIDUAL = Options(
-    "checkpointing, fused loss and residual stream in bf16, as bf16-amp; gradient release",
-    CHECKPOINTS | RESIDUAL,
-    CHECKPOINTS | RESIDUAL | RELEASE,
-)
-
 PeakOf = Callable[[Callable[[torch.device], tuple[Step, Any]]], int]
 
 
@@ -76,19 +50,18 @@ class Peaks:
         return fits
 
 
-def largest_rows(peak_of: PeakOf, options: Options, smoke: bool) -> Iterator[Row]:
+def largest_rows(peak_of: PeakOf, smoke: bool) -> Iterator[Row]:
     """Yield the largest GPT for each card, for bf16-amp and for each level. Runs `peak_of`."""
     cards = SMOKE_CARDS if smoke else CARDS
-    of_peer = options.said.partition(", as bf16-amp")[0] if options.of_peer else WITHOUT.said
-    peers, note = find(peak_of, Way("bf16-amp", "bf16-amp", BF16_AMP.own_optimizer, savings=options.of_peer), cards, smoke)
+    peers, note = find(peak_of, BF16_AMP, cards, smoke)
     for card, num_layers in peers.items():
-        yield Row(f"{card}: bf16-amp, {of_peer}", _size(num_layers, smoke), note=note)
+        yield Row(f"{card}: bf16-amp, without options", _size(num_layers, smoke), note=note)
     for level in LEVELS[:1] if smoke else LEVELS:
-        most, note = find(peak_of, Way(level, level, savings=options.of_levels), cards, smoke)
+        most, note = find(peak_of, Way(level, level), cards, smoke)
         for card, num_layers in most.items():
             ratio = _num_parameters(num_layers, smoke) / _num_parameters(peers[card], smoke)
-            peer = f"bf16-amp, {of_peer}: {_size(peers[card], smoke)}"
-            yield Row(f"{card}: {level}, {options.said}", _size(num_layers, smoke), peer, ratio, TARGET, note)
+            peer = f"bf16-amp, without options: {_size(peers[card], smoke)}"
+            yield Row(f"{card}: {level}, without options", _size(num_layers, smoke), peer, ratio, TARGET, note)
 
 
 def find(peak_of: PeakOf, way: Way, cards: dict[str, int], smoke: bool) -> tuple[dict[str, int], str]:
@@ -96,7 +69,7 @@ def find(peak_of: PeakOf, way: Way, cards: dict[str, int], smoke: bool) -> tuple
 
     def peak(num_layers: int) -> int:
         found = peak_of(lambda device: gpt_step(largest.sizes(num_layers, smoke=smoke), way, 1, device, compiled=None))
-        sys.stderr.write(f"{way.name} {way.savings}, {num_layers} layers: {found / GIB:.2f} GiB\n")
+        sys.stderr.write(f"{way.name}, {num_layers} layers: {found / GIB:.2f} GiB\n")
         return found
 
     peaks = peaks_up_to(peak, max(cards.values()))

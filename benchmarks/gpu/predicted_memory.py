@@ -31,7 +31,7 @@ from benchmarks.gpu.networks import (
     gpt_step,
     vision_step,
 )
-from benchmarks.gpu.predicted_largest import ALL, CHECKPOINTED, WITH_RESIDUAL, WITHOUT, largest_rows
+from benchmarks.gpu.predicted_largest import largest_rows
 from benchmarks.gpu.predicted_loading import loading_rows
 from benchmarks.gpu.predicted_savings import VISION_SAVINGS, large_rows, option_rows
 from benchmarks.gpu.report import Report, Row, unused
@@ -161,10 +161,7 @@ SECTIONS = {
     "Model of 8 B parameters": partial(large_rows, predict),
     "Loading a model of 8 B parameters": loading_rows,
     "Vision models": vision_rows,
-    "Largest GPT": partial(largest_rows, peak_of, WITHOUT),
-    "All options: largest GPT": partial(largest_rows, peak_of, ALL),
-    "Checkpointing: largest GPT": partial(largest_rows, peak_of, CHECKPOINTED),
-    "Residual stream in bf16: largest GPT": partial(largest_rows, peak_of, WITH_RESIDUAL),
+    "Largest GPT": partial(largest_rows, peak_of),
 }
 
 
@@ -182,13 +179,9 @@ def predictions(report: Report) -> list[Figure]:
 
 
 def figures(report: Report) -> list[Figure]:
-    """Return the rows with goals, but for variants of the largest GPT, and all rows of the model of 8 B parameters."""
-    return [
-        row.result("memory, predicted")
-        for name, rows in report.sections.items()
-        for row in rows
-        if name in CITED or (row.target is not None and (name == "Largest GPT" or "largest" not in name))
-    ]
+    """Return the rows with goals, and all rows of the model of 8 B parameters."""
+    rows = [(name, row) for name, of_section in report.sections.items() for row in of_section]
+    return [row.result("memory, predicted") for name, row in rows if name in CITED or row.target is not None]
 
 
 def main() -> int:
