@@ -15,12 +15,10 @@ from datetime import datetime
 from itertools import chain
 from typing import Any
 
-from sqlalchemy import JSON, BindParameter, Column, Connection, Delete, Dialect, LargeBinary, Select, Table, Update, bindparam
+from sqlalchemy import JSON, Column, Connection, Dialect, LargeBinary, Table
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-Statement = Update | Delete
-Row = Mapping[str, Any]
 Transaction = Session | Connection
 """A transaction that has begun: of a session, or without one."""
 _Convert = Callable[[Any], Any] | None
@@ -75,26 +73,6 @@ class Changes:
         where = f"{self._table.name}.{self._key} = given.{self._key}"
         update = f"UPDATE {self._table.name} SET {changed} FROM given WHERE {where}"
         return f"WITH given({', '.join(self._names)}) AS ({given}) {update}"
-
-
-class ForIds:
-    """A statement about the rows that have some ids, and a few other parameters (`bindparam`). All must have types."""
-
-    def __init__(self, build: Callable[[Sequence[BindParameter[str]]], Select[*tuple[Any, ...]] | Statement]) -> None:
-        """build: makes the statement from a parameter for each id."""
-        self._build = build
-        self._compiled: dict[tuple[str, int], _Compiled] = {}
-
-    def execute(self, transaction: Transaction, ids: Sequence[str], **others: Any) -> Sequence[tuple[Any, ...]]:
-        """Execute the statement; returns a query's rows as the driver gives them. ids: at least one."""
-        connection = connection_of(transaction)
-        key = connection.dialect.name, len(ids)
-        names = [f"id_{number}" for number in range(len(ids))]
-        if key not in self._compiled:
-            statement = self._build([bindparam(name) for name in names])
-            self._compiled[key] = _Compiled(statement, connection.dialect)
-        compiled = self._compiled[key]
-        return run(connection, compiled.sql, compiled.parameters(dict(zip(names, ids, strict=True)) | others))
 
 
 class Lookup:
@@ -214,28 +192,6 @@ def write_together(transaction: Transaction, parts: Sequence[tuple[Rows | Change
         others = ", ".join(f"part_{number} AS ({statement})" for number, statement in enumerate(statements[:-1]))
         arrays = chain.from_iterable(rows._arrays(values, connection.dialect) for rows, values in filled)
         run(connection, f"WITH {others} {statements[-1]}" if others else statements[-1], tuple(arrays))
-
-
-class _Compiled:
-    """A statement's text for one kind of database, and how its parameters are converted."""
-
-    def __init__(self, statement: Select[*tuple[Any, ...]] | Statement, dialect: Dialect) -> None:
-        compiled = statement.compile(dialect=dialect)
-        names = compiled.positiontup if compiled.positional else list(compiled.binds)
-        assert names is not None, "a positional statement knows its order"
-        self.sql = str(compiled)
-        self._is_positional = compiled.positional
-        converts = [compiled.binds[name].type.dialect_impl(dialect).bind_processor(dialect) for name in names]
-        self._parameters: list[tuple[str, Any, _Convert]] = [
-            (name, compiled.binds[name].value, convert) for name, convert in zip(names, converts, strict=True)
-        ]
-
-    def parameters(self, row: Row) -> Any:
-        """Convert a row's values. A constant of the statement is a parameter with its own value."""
-        found = [(name, row.get(name, own), convert) for name, own, convert in self._parameters]
-        if self._is_positional:
-            return tuple([convert(value) if convert else value for _, value, convert in found])
-        return {name: convert(value) if convert else value for name, value, convert in found}
 
 
 def connection_of(transaction: Transaction) -> Connection:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import BigInteger, BindParameter, DateTime, Select, Update, bindparam, cast, func, select, update
+from sqlalchemy import BigInteger, BindParameter, DateTime, bindparam, cast, func, select, update
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
 from octet.api_schemas import AttemptState, DesiredState
-from octet.service.db.bulk import Changes, ForIds, Rows, Transaction, connection_of, write_together
+from octet.service.db.bulk import Changes, Rows, Transaction, connection_of, write_together
 from octet.service.db.tables import AttemptRow, Base, CurvePartRow, JobRow, ReportStreamRow
 from octet.service.store.curves import ADDED_PARTS, Part
 
@@ -59,46 +59,36 @@ def _no_clock(_element: _Clock, _compiler: Any, **_: Any) -> str:
     return "NULL"
 
 
-def _lock(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
-    query = select(AttemptRow.id).join(JobRow, JobRow.id == AttemptRow.job_id).where(AttemptRow.id.in_(ids))
-    return query.order_by(JobRow.id).with_for_update(of=JobRow)
-
-
-def _statuses(ids: Sequence[BindParameter[str]]) -> Select[*tuple[Any, ...]]:
-    is_rank = ReportStreamRow.rank == bindparam("rank")
-    is_of_job = CurvePartRow.job_id == AttemptRow.job_id
-    end_of_curve = select(func.max(CurvePartRow.last_step)).where(is_of_job).correlate(AttemptRow).scalar_subquery()
-    return (
-        select(
-            AttemptRow.id,
-            AttemptRow.job_id,
-            AttemptRow.epoch,
-            AttemptRow.state,
-            AttemptRow.workers,
-            AttemptRow.token_hash,
-            AttemptRow.last_report_at.is_not(None),
-            JobRow.desired,
-            func.coalesce(JobRow.steps, cast(JobRow.spec[("training", "steps")].as_string(), BigInteger)),
-            func.coalesce(ReportStreamRow.last_seq, 0),
-            func.coalesce(end_of_curve, 0),
-            _Clock(),
-        )
-        .join(JobRow, JobRow.id == AttemptRow.job_id)
-        .outerjoin(ReportStreamRow, (ReportStreamRow.attempt_id == AttemptRow.id) & is_rank)
-        .where(AttemptRow.id.in_(ids))
+_IDS: BindParameter[Sequence[str]] = bindparam("ids", expanding=True)
+_LOCK = (
+    select(AttemptRow.id)
+    .join(JobRow, JobRow.id == AttemptRow.job_id)
+    .where(AttemptRow.id.in_(_IDS))
+    .order_by(JobRow.id)
+    .with_for_update(of=JobRow)
+)
+_END_OF_CURVE = select(func.max(CurvePartRow.last_step)).where(CurvePartRow.job_id == AttemptRow.job_id).correlate(AttemptRow)
+_STATUSES = (
+    select(
+        AttemptRow.id,
+        AttemptRow.job_id,
+        AttemptRow.epoch,
+        AttemptRow.state,
+        AttemptRow.workers,
+        AttemptRow.token_hash,
+        AttemptRow.last_report_at.is_not(None),
+        JobRow.desired,
+        func.coalesce(JobRow.steps, cast(JobRow.spec[("training", "steps")].as_string(), BigInteger)),
+        func.coalesce(ReportStreamRow.last_seq, 0),
+        func.coalesce(_END_OF_CURVE.scalar_subquery(), 0),
+        _Clock(),
     )
-
-
-def _heard(ids: Sequence[BindParameter[str]]) -> Update:
-    return update(_ATTEMPTS).where(_ATTEMPTS.c.id.in_(ids)).values(last_report_at=bindparam("now"))
-
-
-def _renewed(ids: Sequence[BindParameter[str]]) -> Update:
-    return _heard(ids).values(lease_expires_at=bindparam("until"))
-
-
-_LOCK, _STATUSES = ForIds(_lock), ForIds(_statuses)
-_HEARD, _RENEWED = ForIds(_heard), ForIds(_renewed)
+    .join(JobRow, JobRow.id == AttemptRow.job_id)
+    .outerjoin(ReportStreamRow, (ReportStreamRow.attempt_id == AttemptRow.id) & (ReportStreamRow.rank == bindparam("rank")))
+    .where(AttemptRow.id.in_(_IDS))
+)
+_HEARD = update(_ATTEMPTS).where(_ATTEMPTS.c.id.in_(_IDS)).values(last_report_at=bindparam("now"))
+_RENEWED = _HEARD.values(lease_expires_at=bindparam("until"))
 _ATTEMPT_STEPS = Changes(_ATTEMPTS, "id", ["last_step", "last_progress_at", "last_report_at", "lease_expires_at"])
 _JOB_STEPS = Changes(_JOBS, "id", ["step", "loss", "tokens_per_s", "remaining_s", "reported_at"])
 _SEQUENCES = Rows(_STREAMS, replaces=True)
@@ -118,38 +108,29 @@ class ReportRows:
     parts: list[Part] = field(default_factory=list)
 
 
-_STATES, _DESIRED = {state.value: state for state in AttemptState}, {desired.value: desired for desired in DesiredState}
-
-
 def lock_jobs(transaction: Transaction, attempt_ids: Sequence[str]) -> None:
     """Lock the jobs of attempts, in the order of their own ids. On SQLite a writer is alone already."""
-    if connection_of(transaction).dialect.name != "sqlite":
-        _LOCK.execute(transaction, attempt_ids)
+    connection = connection_of(transaction)
+    if connection.dialect.name != "sqlite":
+        connection.execute(_LOCK, {"ids": attempt_ids})
 
 
 def statuses(transaction: Transaction, attempt_ids: Sequence[str], rank: int) -> dict[str, AttemptStatus]:
     """Read the statuses of attempts, and of their rank of this number, by attempt. Their jobs must be locked."""
-    found = {}
-    for attempt_id, job_id, epoch, state, workers, token_hash, was_heard, desired, *numbers in _STATUSES.execute(
-        transaction, attempt_ids, rank=rank
-    ):
-        states = _STATES[state], _DESIRED[desired]
-        found[attempt_id] = AttemptStatus(
-            attempt_id, job_id, epoch, states[0], workers, token_hash, bool(was_heard), states[1], *numbers
-        )
-    return found
+    rows = connection_of(transaction).execute(_STATUSES, {"ids": attempt_ids, "rank": rank})
+    return {row[0]: AttemptStatus._make(row) for row in rows}
 
 
 def hear(transaction: Transaction, attempt_ids: Sequence[str], now: datetime) -> None:
     """Write when attempts were heard, without a change of their leases."""
     if attempt_ids:
-        _HEARD.execute(transaction, attempt_ids, now=now)
+        connection_of(transaction).execute(_HEARD, {"ids": attempt_ids, "now": now})
 
 
 def renew_leases(transaction: Transaction, attempt_ids: Sequence[str], now: datetime, until: datetime) -> None:
     """Write when attempts were heard, and the end of their leases."""
     if attempt_ids:
-        _RENEWED.execute(transaction, attempt_ids, now=now, until=until)
+        connection_of(transaction).execute(_RENEWED, {"ids": attempt_ids, "now": now, "until": until})
 
 
 def write(transaction: Transaction, rows: ReportRows) -> None:
