@@ -203,4 +203,4 @@ def _images(spec: DatasetsSpec, rows: Any, takes: ImageInput, seed: int) -> Vari
         )
     mode = "L" if takes.num_channels == 1 else "RGB"
     stock = RowStock(spec.place, rows, spec.image_column, mode, labels_N)
-    return VariedImages(stock, Parts(*_divided(spec, len(rows))), takes, spec.augmentation, seed)
+    return VariedImages(stock.labels_N, Parts(*_divided(spec, len(rows))), seed, stock, takes, spec.augmentation)

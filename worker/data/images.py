@@ -16,43 +16,25 @@ from octet.api_schemas import ANY_FILE, Files, ImageInput, SpecConflict
 from octet.api_schemas.data.image_folder import check_classes, empty_class, list_classes, list_images
 from octet.api_schemas.data.images import IMAGES, LABELS, ImagesSpec, check_shapes, read_headers
 from octet.worker.common.errors import DataError
-from octet.worker.data.image_parts import Parts
-from octet.worker.data.order import EpochOrder, evaluation_rows, seed_of
+from octet.worker.data.image_parts import DividedImages, Parts
+from octet.worker.data.order import evaluation_rows, seed_of
 from octet.worker.data.source import Batch, Source
 
 
 @dataclass
-class LabelledImages:
-    """A `Source` of images. train, evaluation: numbers of the images of each part, int64."""
+class LabelledImages(DividedImages):
+    """A `Source` of images that are in memory."""
 
     images_NHWC: Tensor = field(repr=False)
-    labels_N: Tensor = field(repr=False)
-    train: Tensor = field(repr=False)
-    evaluation: Tensor = field(repr=False)
-    seed: int
-    _order: EpochOrder = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._order = EpochOrder(len(self.train), self.seed)
-
-    @property
-    def facts(self) -> dict[str, float]:
-        """Return the numbers of images, and the share of the most frequent class: the accuracy of always guessing it."""
-        return Parts(self.train, self.evaluation).facts(self.labels_N)
-
-    @property
-    def num_train_samples(self) -> int:
-        """Return the number of images in one epoch."""
-        return len(self.train)
 
     def train_batch(self, position: int, batch_size: int) -> Batch:
         """Return the `batch_size` images that follow `position` in the stream of epochs."""
-        return self._gather(self.train[torch.from_numpy(self._order.take(position, batch_size))])
+        return self._gather(self.parts.train[torch.from_numpy(self.order.take(position, batch_size))])
 
     def evaluation_batches(self, batch_size: int, num_batches: int, part: int, num_parts: int) -> Iterator[Batch]:
         """Yield this part's share of the first `num_batches` × `batch_size` images, spread over the whole evaluation part."""
-        for rows in evaluation_rows(len(self.evaluation), batch_size, num_batches, part, num_parts):
-            yield self._gather(self.evaluation[rows])
+        for rows in evaluation_rows(len(self.parts.evaluation), batch_size, num_batches, part, num_parts):
+            yield self._gather(self.parts.evaluation[rows])
 
     def _gather(self, numbers_B: Tensor) -> Batch:
         images_BCHW = self.images_NHWC[numbers_B].permute(0, 3, 1, 2).float() / 127.5 - 1.0
@@ -66,8 +48,7 @@ def open_source(spec: ImagesSpec, takes: ImageInput, seed: int, files: Files = A
     if is_folder or spec.is_varied:
         return _open_varied(spec, takes, seed, files, is_folder=is_folder)
     images_NHWC, labels_N = _read_arrays(path, takes, files)
-    parts = _divide(spec, len(labels_N))
-    return LabelledImages(images_NHWC, labels_N, parts.train, parts.evaluation, seed)
+    return LabelledImages(labels_N, _divide(spec, len(labels_N)), seed, images_NHWC)
 
 
 def _open_varied(spec: ImagesSpec, takes: ImageInput, seed: int, files: Files, *, is_folder: bool) -> Source:
@@ -80,7 +61,7 @@ def _open_varied(spec: ImagesSpec, takes: ImageInput, seed: int, files: Files, *
         raise DataError(message) from error
     path = spec.place
     stock: Stock = open_folder(path, takes, files) if is_folder else ArrayStock(*_read_arrays(path, takes, files))
-    return VariedImages(stock, _divide(spec, len(stock.labels_N)), takes, spec.augmentation, seed)
+    return VariedImages(stock.labels_N, _divide(spec, len(stock.labels_N)), seed, stock, takes, spec.augmentation)
 
 
 def _is_folder(path: Path, files: Files) -> bool:

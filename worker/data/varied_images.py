@@ -18,8 +18,8 @@ from torch.nn import functional
 from octet.api_schemas import ImageInput
 from octet.api_schemas.data.augmentation import AugmentationSpec
 from octet.worker.data.augmentation import central_crop, mix_, to_tensor, vary
-from octet.worker.data.image_parts import Parts
-from octet.worker.data.order import EpochOrder, evaluation_rows, seed_of
+from octet.worker.data.image_parts import DividedImages
+from octet.worker.data.order import evaluation_rows, seed_of
 from octet.worker.data.source import Batch
 
 
@@ -33,28 +33,12 @@ class Stock(Protocol):
 
 
 @dataclass
-class VariedImages:
+class VariedImages(DividedImages):
     """A `Source` of images from a stock. Where images are mixed, training batches hold the classes' shares of each target."""
 
     stock: Stock = field(repr=False)
-    parts: Parts
     takes: ImageInput
     augmentation: AugmentationSpec
-    seed: int
-    _order: EpochOrder = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._order = EpochOrder(len(self.parts.train), self.seed)
-
-    @property
-    def facts(self) -> dict[str, float]:
-        """Return the facts of both parts."""
-        return self.parts.facts(self.stock.labels_N)
-
-    @property
-    def num_train_samples(self) -> int:
-        """Return the number of images in one epoch."""
-        return len(self.parts.train)
 
     def train_batch(self, position: int, batch_size: int) -> Batch:
         """Return the `batch_size` images that follow `position` in the stream of epochs, varied."""
@@ -67,11 +51,11 @@ class VariedImages:
             numbers_B = self.parts.evaluation[rows]
             side = self.takes.image_size
             images = [to_tensor(central_crop(self.stock.read(number), side)) for number in numbers_B.tolist()]
-            yield {"images": torch.stack(images), "labels": self.stock.labels_N[numbers_B]}
+            yield {"images": torch.stack(images), "labels": self.labels_N[numbers_B]}
 
     def _sample(self, position: int) -> tuple[Tensor, Tensor]:
         draws = np.random.default_rng(seed_of("augmentation", self.seed, position))
-        pixels_CHW, label = self._varied(self._order[position], draws)
+        pixels_CHW, label = self._varied(self.order[position], draws)
         if not self.augmentation.mixes:
             return pixels_CHW, label
         other_CHW, other_label = self._varied(int(draws.integers(len(self.parts.train))), draws)
@@ -82,7 +66,7 @@ class VariedImages:
     def _varied(self, index: int, draws: np.random.Generator) -> tuple[Tensor, Tensor]:
         number = int(self.parts.train[index])
         varied_CHW = vary(self.stock.read(number), self.takes.image_size, self.augmentation, draws)
-        return varied_CHW, self.stock.labels_N[number]
+        return varied_CHW, self.labels_N[number]
 
 
 @dataclass

@@ -58,9 +58,9 @@ def test_pixels_are_scaled_and_channels_come_first(path: Path) -> None:
     source, batch = source_of(path), source_of(path).train_batch(3, 2)
     assert batch["images"].shape == (2, 3, 16, 16)
     assert batch["images"].dtype == torch.float32
-    raw = source.images_NHWC[source.train[source._order[3]]]
+    raw = source.images_NHWC[source.parts.train[source.order[3]]]
     assert batch["images"][0, 1, 2, 5] == raw[2, 5, 1] / 127.5 - 1
-    assert batch["labels"][0] == source.labels_N[source.train[source._order[3]]]
+    assert batch["labels"][0] == source.labels_N[source.parts.train[source.order[3]]]
 
 
 @pytest.mark.parametrize(
