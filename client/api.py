@@ -54,6 +54,7 @@ from octet.api_schemas.levels import LEVELS, Level
 from octet.api_schemas.measured import Measurements
 from octet.api_schemas.plan import Plan
 from octet.api_schemas.planned_states import validated
+from octet.api_schemas.quotas import TenantUse
 from octet.api_schemas.rows import RowPage
 from octet.client.compared import compare_jobs
 from octet.client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message
@@ -394,6 +395,10 @@ class Client:
     def pools(self) -> Iterator[Pool]:
         """Iterate over the pools, with their slots and queues."""
         return self._items("/v1/pools", Page[Pool])
+
+    def usage(self) -> Iterator[TenantUse]:
+        """Iterate over tenants with what they use of their quotas: the key's own, or all of them for the operator."""
+        return self._items("/v1/usage", Page[TenantUse])
 
     def alerts(self) -> list[Alert]:
         """Return the alerts that fire, critical ones first, at most a hundred."""

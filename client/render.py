@@ -3,8 +3,9 @@
 A table fits 80 columns: where a terminal is too narrow, the names and messages in it are cut, and no number or id.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, date, datetime
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -19,6 +20,7 @@ from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.keys import ApiKey
 from octet.api_schemas.levels import Level
 from octet.api_schemas.plan import ONLY_STATES, Plan, PlanRow
+from octet.api_schemas.quotas import TenantUse
 from octet.api_schemas.rows import Row
 from octet.api_schemas.step_floor import StepFloor
 from octet.client import reports
@@ -145,6 +147,8 @@ def _facts(job: Job, checkpoints: Sequence[Checkpoint]) -> Iterable[tuple[str, s
         yield "started", moment(job.started_at)
     if job.finished_at:
         yield "finished", moment(job.finished_at)
+    if job.trace_id:
+        yield "trace", job.trace_id
     if job.labels:
         yield "labels", ", ".join(f"{key}={value}" for key, value in job.labels.items())
     if checkpoints:
@@ -429,6 +433,24 @@ def pools_table(pools: Iterable[Pool]) -> Group:
         if held := plans_held(pool):
             notes.append(f"{short(pool.name)}: {held}")
     return Group(grid, *map(Text, notes))
+
+
+def usage_table(tenants: Iterable[TenantUse]) -> Group:
+    """A table with a row for each pool of each tenant, then their storage. Each figure stands beside its limit, if any."""
+    columns = ("TENANT", "POOL", "SLOTS", "JOBS", "SLOT HOURS")
+    grid, notes = table(*columns, right=columns[2:], cut=("POOL",)), []
+    for tenant in tenants:
+        for pool in tenant.pools:
+            limits = ((pool.slots, pool.most_slots), (pool.jobs, pool.most_jobs), (pool.slot_hours, pool.most_slot_hours))
+            figures = [_of_limit(used, most, lambda each: f"{each:,.4g}") for used, most in limits]
+            grid.add_row(tenant.tenant, short(pool.pool), *figures)
+        storage = _of_limit(tenant.storage_bytes, tenant.most_storage_bytes, num_bytes)
+        notes.append(f"{tenant.tenant}: storage {storage}; slot hours count from 0 on {moment(tenant.month_ends_at)}")
+    return Group(grid, *map(Text, notes))
+
+
+def _of_limit(used: float, most: float | None, write: Callable[[Any], str]) -> str:
+    return write(used) if most is None else f"{write(used)} of {write(most)}"
 
 
 def keys_table(keys: Iterable[ApiKey], now: datetime) -> Table:

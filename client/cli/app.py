@@ -36,6 +36,7 @@ MEANT = {
     "serve": "server up start-server",
     "login": "signin sign-in auth authenticate",
     "logout": "signout sign-out",
+    "usage": "quota quotas use costs",
     "doctor": "check diagnose env",
     "debug": "report bundle",
 }

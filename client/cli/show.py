@@ -1,4 +1,4 @@
-"""Commands that read: list, show, attempts, checkpoints, metrics, events, logs, models, levels, pools."""
+"""Commands that read: list, show, attempts, checkpoints, metrics, events, logs, models, levels, pools, usage."""
 
 import itertools
 import re
@@ -227,6 +227,14 @@ def pools(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     terminal.show_json_array(found) if as_json else terminal.show(render.pools_table(found))
 
 
+def usage(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show what a project uses of its quotas: slots, jobs, slot hours of the month, storage."""
+    terminal = Terminal()
+    with connect(url) as client:
+        found = list(client.usage())
+    terminal.show_json_array(found) if as_json else terminal.show(render.usage_table(found))
+
+
 COMMANDS: Commands = {
     "list": list_jobs,
     "show": show,
@@ -238,4 +246,5 @@ COMMANDS: Commands = {
     "models": models,
     "levels": levels,
     "pools": pools,
+    "usage": usage,
 }

@@ -15,6 +15,7 @@ from octet.api_schemas.curve import Curve, CurveEvaluations
 from octet.api_schemas.job_plan import JobPlan, StepRange
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.plan import Plan, PlanRow, StagePlan
+from octet.api_schemas.quotas import TenantUse
 from octet.api_schemas.rows import Row
 from octet.client import render
 from octet.client.text import duration, num_bytes, number, printable
@@ -131,6 +132,16 @@ def test_tables_fit_80_columns_and_cut_names_before_numbers(make_job: MakeJob) -
         "measured_to_planned": 1.04,
         "step_time_to_planned": 1.18,
     }
+    usage = {
+        "tenant": "t" * 32,
+        "month_ends_at": AT,
+        "storage_bytes": 10**12,
+        "most_storage_bytes": 2 * 10**12,
+        "pools": [{
+            "pool": "p" * 32, "slots": 1024, "most_slots": 2048, "jobs": 99, "most_jobs": 100, "slot_hours": 123_400.0,
+            "most_slot_hours": 500_000.0,
+        }],
+    }  # fmt: skip
     whole = {
         "rows": (render.rows_table([row(**LONG)] * 2, is_narrow=True), ["123456/1000000", "12.3456", "cancelling"]),
         "attempts": (render.attempts_table([attempt]), ["succeeded", "100000", "200000", "0.0 s"]),
@@ -145,6 +156,10 @@ def test_tables_fit_80_columns_and_cut_names_before_numbers(make_job: MakeJob) -
         "pools": (
             render.pools_table([Pool.model_validate(pool)]),
             ["99999", "100 GB", "cuda", "jobs took 104.0% of their planned bytes, steps\n118%"],
+        ),
+        "usage": (
+            render.usage_table([TenantUse.model_validate(usage)]),
+            ["1,024 of 2,048", "99 of 100", "1.234e+05 of 5e+05", "1 TB of 2 TB"],
         ),
         "curve": (render.curve_table(curve(1000, metrics=("top1_accuracy", "top5_accuracy"))), ["1000", "12.00%", "TOP5 ACC"]),
     }

@@ -445,6 +445,16 @@ def test_models_levels_and_pools(octet: Callable[..., Result]) -> None:
     assert json.loads(octet("pools", "--json").stdout)[0]["accelerator"] == "cpu"
 
 
+def test_usage_and_the_trace_of_a_job(octet: Callable[..., Result], client: Client, runnable: dict[str, Any]) -> None:
+    job = client.submit(runnable)
+    _, row, storage = octet("usage").stdout.splitlines()
+    assert row.split() == ["default", "cpu", "0", "0", "0"]
+    assert storage.startswith("default: storage 0 B; slot hours count from 0 on ")
+    (tenant,) = json.loads(octet("usage", "--json").stdout)
+    assert tenant["pools"][0]["slots"] == 0
+    assert f"trace     {job.trace_id}" in octet("show", job.id).stdout
+
+
 def test_the_key_comes_from_the_environment(tmp_path: Path) -> None:
     with OctetApp(tmp_path, api_keys=(API_KEY,)) as app:
         without = CliRunner().invoke(build_app(), ["list", "--url", app.url])
