@@ -49,8 +49,8 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65_535)
     internal_address: str = Field(
         default="",
-        description="HOST:PORT of a listener of its own for reports of ranks, health and metrics; default: places on the port "
-        "above are reserved for them",
+        description="HOST:PORT of a listener of its own for reports of ranks, health and metrics, the only one of octet "
+        "ingest; default: places on the port above are reserved for them",
     )
     report_url: str = Field(default="", description="base URL of this service as the workers reach it")
 

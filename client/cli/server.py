@@ -1,4 +1,4 @@
-"""Commands of a server: serve, the two processes of cluster mode, api and dispatcher, and copies of its database."""
+"""Commands of a server: serve, the processes of cluster mode, api, ingest and dispatcher, and copies of its database."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,6 +87,15 @@ def api(database_url_file: DatabaseUrlFile = None, log_format: LogFormat = None)
         run_api(database_url_file=database_url_file, log_format=log_format)
 
 
+def ingest(database_url_file: DatabaseUrlFile = None, log_format: LogFormat = None) -> None:
+    """Cluster mode: where ranks report, apart from the API. Listens on OCTET_INTERNAL_ADDRESS; see docs/deploy.md."""
+    require_extras("ingest", "service")
+    with _refusing():
+        from octet.service.processes.api import ingest as run_ingest
+
+        run_ingest(database_url_file=database_url_file, log_format=log_format)
+
+
 def dispatcher(
     ray_address: Annotated[str, typer.Option("--ray-address", envvar="OCTET_RAY_ADDRESS", help="The Ray head: host:port.")],
     ray_token_file: Annotated[
@@ -166,6 +175,7 @@ def _refusing() -> Iterator[None]:
 COMMANDS: Commands = {
     "serve": serve,
     "api": api,
+    "ingest": ingest,
     "dispatcher": dispatcher,
     "backup": backup,
     "restore": restore,

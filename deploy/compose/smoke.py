@@ -37,7 +37,7 @@ API = f"http://127.0.0.1:{os.environ.get('OCTET_PORT', '8000')}"
 PROMETHEUS = f"http://127.0.0.1:{os.environ.get('OCTET_PROMETHEUS_PORT', '9090')}"
 GRAFANA = f"http://127.0.0.1:{os.environ.get('OCTET_GRAFANA_PORT', '3000')}"
 
-KILLED = ("api", "dispatcher", "postgres", "prometheus", "grafana", "node-cpu", "node-cpu-batch", "ray-head")
+KILLED = ("api", "ingest", "dispatcher", "postgres", "prometheus", "grafana", "node-cpu", "node-cpu-batch", "ray-head")
 POOLS = {"cpu": 2, "cpu-batch": 1}
 STEPS = 800
 KILL_AT_STEP = 60

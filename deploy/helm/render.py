@@ -20,7 +20,9 @@ KUBERNETES = ROOT / "deploy/kubernetes"
 HELM = ROOT / "build/helm-python-sdk-0.2.2"
 NAMESPACE = "octet"
 HEADER = "# Written by `make snapshots` from the chart in deploy/helm/octet: change it there, or by an overlay.\n"
-MANIFESTS = ("alerts.yaml", "api.yaml", "dispatcher.yaml", "monitoring.yaml", "network.yaml", "raycluster.yaml", "storage.yaml")
+MANIFESTS = tuple(
+    f"{name}.yaml" for name in ("alerts", "api", "dispatcher", "ingest", "monitoring", "network", "raycluster", "storage")
+)
 """Templates that are files of the kustomization, which makes the ConfigMaps of pools and dashboards itself."""
 
 

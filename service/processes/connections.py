@@ -137,15 +137,18 @@ class Listeners:
     """Known once the server starts."""
 
     @classmethod
-    def of(cls, settings: Settings, num_descriptors: int) -> "Listeners":
-        """Build the limits. num_descriptors: how many files and sockets this process may have open."""
+    def of(cls, settings: Settings, num_descriptors: int, *, is_internal: bool = False) -> "Listeners":
+        """Build the limits. num_descriptors: how many files and sockets this process may have open.
+
+        is_internal: the first listener is that of the internal address, and there is no other.
+        """
         if settings.is_for_this_machine and not shows_users():
             logger.warning(
                 "this system does not show whose connections come: without API keys every user of this machine is served"
             )
-        available = (num_descriptors - DESCRIPTORS_KEPT) // (2 if settings.internal_address else 1)
-        most = max(16, min(settings.max_connections, available))
-        api, internal = (Connections.of(settings, most, is_internal=is_internal) for is_internal in (False, True))
+        num_listeners = 2 if settings.internal_address and not is_internal else 1
+        most = max(16, min(settings.max_connections, (num_descriptors - DESCRIPTORS_KEPT) // num_listeners))
+        api, internal = (Connections.of(settings, most, is_internal=each) for each in (is_internal, True))
         return cls(api, internal)
 
     def of_port(self, port: int | None) -> Connections:

@@ -22,7 +22,7 @@ for the dispatcher's thread: one job in a hundred took 5.2 ms to read, and takes
 
 
 class _Server(uvicorn.Server):
-    """A server on the socket of the API, and on that of the internal address if it is given a second one."""
+    """A server on one socket, and on that of the internal address if it is given a second one."""
 
     def __init__(self, config: uvicorn.Config, listeners: Listeners) -> None:
         super().__init__(config)
@@ -36,10 +36,13 @@ class _Server(uvicorn.Server):
             listener.listen(_WAITING)  # asyncio has it hold no more connections than are accepted at once
 
 
-def http_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
-    """Make the server of an app. It listens once it is run."""
+def http_server(app: FastAPI, settings: Settings, *, is_internal: bool = False) -> uvicorn.Server:
+    """Make the server of an app. It listens once it is run.
+
+    is_internal: its one socket is that of the internal address.
+    """
     sys.setswitchinterval(THREAD_TURN_S)
-    listeners = Listeners.of(settings, raise_descriptor_limit())
+    listeners = Listeners.of(settings, raise_descriptor_limit(), is_internal=is_internal)
     certificate = None
     if settings.tls_certificate is not None and settings.tls_key is not None:
         certificate = Certificate(settings.tls_certificate, settings.tls_key)

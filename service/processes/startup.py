@@ -148,14 +148,14 @@ def end_by_exception() -> None:
 
 
 @contextmanager
-def listening(settings: Settings) -> Iterator[list[socket.socket]]:
+def listening(settings: Settings, *, is_internal: bool = False) -> Iterator[list[socket.socket]]:
     """Bind the API's socket, and that of the internal address if there is one. This comes before anything else is started, so
     a taken port costs nothing.
 
-    Raises OSError for an address that cannot be bound.
+    is_internal: bind that of the internal address alone. Raises OSError for an address that cannot be bound.
     """
     with ExitStack() as stack:
-        listeners = [stack.enter_context(bound(settings.host, settings.port))]
+        listeners = [] if is_internal else [stack.enter_context(bound(settings.host, settings.port))]
         if settings.internal_address:
             inside = bound(*host_and_port(settings.internal_address), "OCTET_INTERNAL_ADDRESS")
             listeners.append(stack.enter_context(inside))

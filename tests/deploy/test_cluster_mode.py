@@ -1,4 +1,4 @@
-"""`octet api` and `octet dispatcher` as processes: what they refuse, and how they wait for peers that are away."""
+"""`octet api`, `octet ingest` and `octet dispatcher` as processes: what they refuse, and how they wait for peers."""
 
 import os
 import signal
@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,35 @@ from octet.api_schemas import JobSpec, JobState, PoolConfig
 from octet.client import Client
 from octet.client.cli import build_app
 from octet.service import store
+from octet.service.cluster.fake import FakeLauncher
 from octet.service.cluster.ray.embedded import start_dying_with_us
 from octet.service.cluster.ray.node import RayNode
 from octet.service.db.engine import Database
 from octet.service.db.migrate import known_revisions
 from octet.service.jobs import commands
+from octet.service.processes.api import ingest as ingest_process
 from octet.service.processes.dispatcher import dispatch, serving_metrics, slots_wanted
 from octet.service.processes.startup import cluster_settings
+from octet.service.settings import Settings
 from octet.service.telemetry.loops import LoopHealth
 from tests.kit.ports import free_port
 from tests.kit.waiting import LONG_S, wait_until
 from tests.service.postgres_server import server_or_skip
+from tests.service.test_connections import connect, report, status
+from tests.service.world import TurnedClock, World, step
 
 ROOT = Path(__file__).parent.parent.parent
 API_KEY = "a-key-for-tests-0123456789"
+
+
+SCRAPED = ("/metrics", "/internal/v1/prometheus/targets")
+
+
+class WallClock(TurnedClock):
+    """The time of processes that nobody turns a clock for."""
+
+    def now(self) -> datetime:
+        return datetime.now(UTC)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +138,60 @@ def test_jobs_are_taken_without_ray_and_wait_for_it(
 
 @pytest.mark.postgres
 @pytest.mark.system
+def test_ranks_report_and_leases_last_while_no_api_process_turns(
+    postgres_url: str, environment: dict[str, str], tmp_path: Path, spec_document: dict[str, Any]
+) -> None:
+    """The api gets no turn at all, as with an event loop that never ends its work, and has all the streams of one address."""
+    internal_port = free_port()
+    environment |= {"OCTET_DATABASE_URL": postgres_url}
+    of_ingest = environment | {"OCTET_INTERNAL_ADDRESS": f"127.0.0.1:{internal_port}"}
+    url, headers = f"http://127.0.0.1:{environment['OCTET_PORT']}", {"Authorization": f"Bearer {API_KEY}"}
+    database = Database(postgres_url)
+    database.migrate()
+    pools = (PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=2),)
+    settings = Settings(data_dir=tmp_path / "data", pools=pools)
+    world = World(database, WallClock(), settings, FakeLauncher(pools), JobSpec.model_validate(spec_document))
+    with (
+        running("api", environment, tmp_path / "api.log") as api,
+        running("ingest", of_ingest, tmp_path / "ingest.log") as ingest,
+    ):
+        for process in (api, ingest):
+            wait_until(lambda process=process: process.said("Application startup complete"), poll_s=0.2)
+        job_id, rank = world.start()
+        stream = f"GET /v1/stream?rows=limit%3D1 HTTP/1.1\r\nHost: api\r\nAuthorization: Bearer {API_KEY}\r\n\r\n"
+        with ExitStack() as stack:
+            streams = [stack.enter_context(connect(int(environment["OCTET_PORT"]), stream.encode())) for _ in range(192)]
+            assert all(each.recv(4096).startswith(b"HTTP/1.1 200 ") for each in streams)
+            api.process.send_signal(signal.SIGSTOP)
+            before = world.attempts(job_id)[0].lease_expires_at
+            for number in range(1, 4):
+                assert report(internal_port, rank, step(number)) == 200
+            after = world.attempts(job_id)[0].lease_expires_at
+            assert before is not None
+            assert after is not None
+            assert after > before
+            assert status(internal_port, "/healthz") == 200
+            found = {
+                path: httpx.get(f"http://127.0.0.1:{internal_port}{path}", headers=headers, trust_env=False) for path in SCRAPED
+            }
+            assert [answer.status_code for answer in found.values()] == [200, 200]
+            assert 'octet_jobs{pool="cpu",state="running"} 1.0' in found["/metrics"].text
+            assert [status(internal_port, path) for path in ("/v1/jobs", "/", "/metrics")] == [404, 404, 401]
+            api.process.send_signal(signal.SIGCONT)
+        assert httpx.get(f"{url}/v1/jobs/{job_id}", headers=headers, trust_env=False).json()["progress"]["step"] == 3
+        assert [ingest.end(), api.end()] == [0, 0]
+    database.close()
+
+
+def test_ingest_needs_the_internal_address(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ({"OCTET_DATABASE_URL": "postgresql://octet@postgres/octet"} | environment).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="set OCTET_INTERNAL_ADDRESS"):
+        ingest_process()
+
+
+@pytest.mark.postgres
+@pytest.mark.system
 def test_processes_of_an_older_version_say_so_and_end(postgres_url: str, environment: dict[str, str], tmp_path: Path) -> None:
     """Change the schema's version while they run, as an upgrade does that did not stop them first."""
     (tmp_path / "url").write_text(f"{postgres_url}\n")
@@ -142,8 +212,8 @@ def test_processes_of_an_older_version_say_so_and_end(postgres_url: str, environ
         finally:
             set_version(known_revisions()[-1])
             database.close()
-    for log, status in zip(logs, statuses, strict=True):
-        assert status == 2, log.read_text()
+    for log, ended in zip(logs, statuses, strict=True):
+        assert ended == 2, log.read_text()
         assert "has schema '9999', and this version of Octet knows schemas up to" in log.read_text()
         assert "Traceback" not in log.read_text()
 

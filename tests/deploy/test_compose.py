@@ -23,8 +23,8 @@ RAY_SERVICES = {"dispatcher", "ray-head", *NODES} - {"node-h100"}
 ONE_SHOT = {"prepare", "demo"}
 PUBLISHED = {"api", "prometheus", "alertmanager", "grafana"}
 SECRET_READERS = {
-    "secret-api": {"api", "prometheus", "demo"},
-    "secret-database": {"postgres", "api", "dispatcher"},
+    "secret-api": {"api", "ingest", "prometheus", "demo"},
+    "secret-database": {"postgres", "api", "ingest", "dispatcher"},
     "secret-grafana": {"grafana"},
     "secret-ray": RAY_SERVICES,
 }
@@ -133,7 +133,7 @@ def test_the_gpu_node_is_a_cpu_node_with_gpus() -> None:
     assert node["deploy"]["resources"]["reservations"]["devices"] == [
         {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
     ]
-    for name in ("api", "dispatcher"):
+    for name in ("api", "ingest", "dispatcher"):
         assert mounts(H100["services"][name]) == {"/etc/octet/pools.yaml": ("./deploy/compose/pools.h100.yaml", True)}
 
 
@@ -158,6 +158,9 @@ def test_api_dispatcher_and_nodes_see_the_same_folders() -> None:
         environment = SERVICES[name]["environment"]
         assert mounts(SERVICES[name])[environment["OCTET_DATA_DIR"]] == ("jobs", False)
         assert environment["OCTET_POOLS_FILE"] in mounts(SERVICES[name])
+    assert set(mounts(SERVICES["ingest"])) == {"/etc/octet/pools.yaml", "/secrets/api", "/secrets/database"}, (
+        "and no files of jobs"
+    )
     roots = SERVICES["api"]["environment"]["OCTET_DATA_ROOTS"].split(":")
     assert SERVICES["dispatcher"]["environment"]["OCTET_DATA_ROOTS"].split(":") == roots
     for name in set(NODES) - {"node-h100"}:
@@ -201,6 +204,11 @@ def test_prometheus_scrapes_in_compose_what_it_scrapes_beside_octet_serve() -> N
     address = SERVICES["dispatcher"]["environment"]["OCTET_METRICS_ADDRESS"]
     assert address == f"0.0.0.0:{dispatchers['port']}"
     assert dispatchers["names"] == ["dispatcher"]
+    (reporting,) = jobs["octet-api"]["dns_sd_configs"]
+    assert reporting["names"] == ["api", "ingest"]
+    for name in reporting["names"]:
+        assert SERVICES[name]["environment"]["OCTET_INTERNAL_ADDRESS"] == f"0.0.0.0:{reporting['port']}"
+    assert SERVICES["dispatcher"]["environment"]["OCTET_REPORT_URL"] == f"http://ingest:{reporting['port']}"
     credentials = {"type": "Bearer", "credentials_file": "/secrets/api/key"}
     assert jobs["octet-api"]["authorization"] == jobs["octet-rank"]["http_sd_configs"][0]["authorization"] == credentials
 

@@ -48,6 +48,7 @@ RAY: Manifest = MANIFESTS["RayCluster/octet"]["spec"]
 GROUPS: dict[str, Manifest] = {group["groupName"]: group for group in RAY["workerGroupSpecs"]}
 PODS: dict[str, Manifest] = {
     "api": MANIFESTS["Deployment/octet-api"]["spec"]["template"],
+    "ingest": MANIFESTS["Deployment/octet-ingest"]["spec"]["template"],
     "dispatcher": MANIFESTS["Deployment/octet-dispatcher"]["spec"]["template"],
     "head": RAY["headGroupSpec"]["template"],
     **{name: group["template"] for name, group in GROUPS.items()},
@@ -186,7 +187,7 @@ def test_ray_is_what_the_images_have_and_asks_for_the_token() -> None:
     assert environment("dispatcher")["OCTET_RAY_ADDRESS"] == "octet-head-svc:6379"
 
 
-@pytest.mark.parametrize("name", ["api", "dispatcher"])
+@pytest.mark.parametrize("name", ["api", "ingest", "dispatcher"])
 def test_a_process_is_configured_as_in_the_compose_stack(name: str) -> None:
     ours = {key for key in environment(name) if key.startswith("OCTET_")} - {"OCTET_AUTOSCALE"}
     assert ours == {key for key in COMPOSE[name]["environment"] if key.startswith("OCTET_")}
@@ -195,13 +196,17 @@ def test_a_process_is_configured_as_in_the_compose_stack(name: str) -> None:
 
 def test_selectors_find_their_pods() -> None:
     labels = {name: pod["metadata"]["labels"] for name, pod in PODS.items()}
-    for kind in ("Deployment/octet-api", "PodDisruptionBudget/octet-api"):
-        assert MANIFESTS[kind]["spec"]["selector"]["matchLabels"].items() <= labels["api"].items()
-    assert MANIFESTS["Service/octet-api"]["spec"]["selector"].items() <= labels["api"].items()
-    assert MANIFESTS["Deployment/octet-dispatcher"]["spec"]["selector"]["matchLabels"].items() <= labels["dispatcher"].items()
     monitor = MANIFESTS["ServiceMonitor/octet-api"]["spec"]
-    assert monitor["selector"]["matchLabels"].items() <= MANIFESTS["Service/octet-api"]["metadata"]["labels"].items()
-    assert monitor["endpoints"][0]["port"] in {port["name"] for port in MANIFESTS["Service/octet-api"]["spec"]["ports"]}
+    (expression,) = monitor["selector"]["matchExpressions"]
+    assert expression == {"key": "app.kubernetes.io/name", "operator": "In", "values": ["octet-api", "octet-ingest"]}
+    for name in ("api", "ingest"):
+        for kind in (f"Deployment/octet-{name}", f"PodDisruptionBudget/octet-{name}"):
+            assert MANIFESTS[kind]["spec"]["selector"]["matchLabels"].items() <= labels[name].items()
+        service = MANIFESTS[f"Service/octet-{name}"]
+        assert service["spec"]["selector"].items() <= labels[name].items()
+        assert service["metadata"]["labels"][expression["key"]] in expression["values"]
+        assert monitor["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert MANIFESTS["Deployment/octet-dispatcher"]["spec"]["selector"]["matchLabels"].items() <= labels["dispatcher"].items()
 
 
 def test_prometheus_reaches_the_metrics_of_every_dispatcher() -> None:

@@ -14,6 +14,22 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
+{{/* The probes of a process that has an internal address. */}}
+{{- define "octet.probes" -}}
+startupProbe: # waits for the database as long as it takes
+  httpGet: {path: /healthz, port: internal}
+  periodSeconds: 2
+  failureThreshold: 150
+readinessProbe: # not /readyz: jobs are taken, and wait, while no dispatcher leads
+  httpGet: {path: /healthz, port: internal}
+  periodSeconds: 5
+livenessProbe:
+  httpGet: {path: /healthz, port: internal}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+{{- end }}
+
 {{- define "octet.pullSecrets" -}}
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets:
