@@ -48,6 +48,10 @@ class Event(Contract):
     attempt_id: str | None
     message: str
     data: dict[str, JsonScalar]
+    actor: str | None = Field(
+        description="who caused it: a caller by the name and id of its key, `rank N` for what a rank says, `octet` for the "
+        "service itself; null in an event of an older version"
+    )
 
 
 class LogLine(Contract):

@@ -89,7 +89,11 @@ class Probe(Contract):
 
 
 class PoolCapacity(Contract):
-    """The slots that a cluster has now for a pool. There may be fewer than configured while nodes are away."""
+    """The slots that a cluster has now for a pool. There may be fewer than configured while nodes are away.
+
+    nodes: the addresses of all nodes of the cluster, sorted.
+    """
 
     pool: str
     slots_present: int
+    nodes: tuple[str, ...]

@@ -495,7 +495,8 @@ class Lines:
         self._day: date | None = None
 
     def event(self, event: Event) -> Text:
-        return self._line(event.at, f"{event.type:<22}  {one_line(event.message)}")
+        by = "" if event.actor is None or event.actor == "octet" or event.actor.startswith("rank ") else f" (by {event.actor})"
+        return self._line(event.at, f"{event.type:<22}  {one_line(event.message + by)}")
 
     def log(self, line: LogLine) -> Text:
         """Name the rank where there are several, and the level where it is not INFO."""

@@ -15,6 +15,7 @@ class FakeLauncher:
 
     def __init__(self, pools: Iterable[PoolConfig]) -> None:
         self.slots_present = {pool.name: pool.slots for pool in pools}
+        self.nodes: tuple[str, ...] = ("127.0.0.1",)
         self.orders: dict[AttemptRef, LaunchOrder] = {}
         self.started: list[LaunchOrder] = []
         self.stopped: list[AttemptRef] = []
@@ -70,7 +71,7 @@ class FakeLauncher:
 
     def capacity(self) -> Sequence[PoolCapacity]:
         self._answer()
-        return [PoolCapacity(pool=pool, slots_present=slots) for pool, slots in self.slots_present.items()]
+        return [PoolCapacity(pool=pool, slots_present=slots, nodes=self.nodes) for pool, slots in self.slots_present.items()]
 
     def close(self) -> None:
         return None

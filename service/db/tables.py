@@ -285,6 +285,7 @@ class EventRow(Base):
     attempt_id: Mapped[str | None] = mapped_column(id_column())
     message: Mapped[str]
     data: Mapped[dict[str, Any]]
+    actor: Mapped[str | None]
 
 
 class CurvePartRow(Base):
@@ -523,13 +524,14 @@ class LastStartRow(Base):
 
 
 class PoolCapacityRow(Base):
-    """The slots of a pool, as the cluster last counted them."""
+    """The slots of a pool, as the cluster last counted them, and the addresses of the cluster's nodes."""
 
     __tablename__ = "pool_capacities"
 
     pool: Mapped[str] = mapped_column(String(32), primary_key=True)
     slots_present: Mapped[int]
     observed_at: Mapped[datetime]
+    nodes: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
 
 
 class TallyRow(Base):

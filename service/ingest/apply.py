@@ -334,13 +334,15 @@ class _Reports:
         self.work.applied.finished = True
 
     def _event(self, type_: str, message: str, **data: Any) -> None:
+        """Add an event in the words of the rank that reports."""
         self.attempt.num_events += 1
         if self.attempt.num_events > MAX_EVENTS + 1:
             return
         if self.attempt.num_events > MAX_EVENTS:
             type_, data = "events.truncated", {}
             message = f"the ranks of attempt {self.attempt.epoch} have sent {MAX_EVENTS} events; more are dropped"
-        store.jobs.add_event(self.session, self.job, self.now, type_, message, attempt_id=self.attempt.id, data=data)
+        event = store.jobs.add_event(self.session, self.job, self.now, type_, message, attempt_id=self.attempt.id, data=data)
+        event.actor = f"rank {self.work.rank}"
 
 
 def progress(step: batches.StepReport, num_steps: int | None) -> tuple[int, float | None, float | None, float | None]:

@@ -90,6 +90,7 @@ def _new_job(request: Request, job_id: str, now: datetime) -> NewJob:
         created_at=now,
         cloned_from=request.cloned_from,
         traceparent=request.traceparent,
+        actor=store.jobs.acting(request.log_fields),
     )
 
 

@@ -102,8 +102,9 @@ class TargetGroup(BaseModel):
 
 @targets.get("/targets", operation_id="prometheus_targets", responses=answers(422))
 def prometheus_targets(context: AppContextDep) -> list[TargetGroup]:
-    """Every rank that serves metrics now."""
+    """Every rank that serves metrics now, on a node of the cluster: Prometheus is sent nowhere else by what a rank says."""
     with context.database.read() as session:
+        nodes = {node for pool in store.queue.capacities(session) for node in pool.nodes}
         return [
             TargetGroup(
                 targets=[exporter.address],
@@ -117,4 +118,5 @@ def prometheus_targets(context: AppContextDep) -> list[TargetGroup]:
                 },
             )
             for exporter, attempt, job in store.records.live_exporters(session)
+            if exporter.address.rpartition(":")[0].strip("[]") in nodes
         ]

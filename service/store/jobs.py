@@ -24,11 +24,14 @@ from octet.service.db.tables import (
     JobLabelRow,
     JobRow,
 )
+from octet.service.logs import bound_fields
 from octet.service.store import tallies, use
 from octet.service.store.curves import CurvePlace
 from octet.service.store.ids import new_id, new_ids
 
 IDEMPOTENCY_KEPT = timedelta(hours=24)
+SERVICE = "octet"
+"""The actor of events that the service causes by itself."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ _ATTEMPTS_WITH_JOBS = (
 class NewJob(NamedTuple):
     """A job to add to the queue. spec_text: its spec as JSON. cloned_from: the job whose spec it took.
 
-    traceparent: the span of the request.
+    traceparent: the span of the request. actor: who submitted it.
     """
 
     id: str
@@ -126,6 +129,7 @@ class NewJob(NamedTuple):
     created_at: datetime
     cloned_from: str | None
     traceparent: str | None
+    actor: str
 
 
 def add_jobs(transaction: Transaction, jobs: Sequence[NewJob], now: datetime) -> None:
@@ -133,10 +137,11 @@ def add_jobs(transaction: Transaction, jobs: Sequence[NewJob], now: datetime) ->
     events: list[tuple[Any, ...]] = []
     rows: list[tuple[Any, ...]] = []
     for job, event_id in zip(jobs, new_ids("evt", now, len(jobs)), strict=True):
-        *others, _, created_at, cloned_from, traceparent = job
+        *others, _, created_at, cloned_from, traceparent, actor = job
         rows.append((*others, created_at, created_at, traceparent))
         origin = f", as a clone of {cloned_from}" if cloned_from is not None else ""
-        events.append((event_id, job.id, now, f"accepted into pool {job.pool!r} with priority {job.priority}{origin}"))
+        message = f"accepted into pool {job.pool!r} with priority {job.priority}{origin}"
+        events.append((event_id, job.id, now, message, actor))
     labels = [(job.id, key, value) for job in jobs for key, value in job.labels.items()]
     write_together(transaction, [(_NEW_JOBS, rows), (_LABELS, labels), (_FIRST_EVENTS, events)])
 
@@ -243,6 +248,11 @@ _HEADS = select(
 ).where(JobRow.id.in_(bindparam("ids", expanding=True)))
 
 
+def acting(log_fields: Mapping[str, str]) -> str:
+    """Return who acts where log lines have these fields."""
+    return log_fields.get("principal", SERVICE)
+
+
 def add_event(
     session: Session,
     job: JobRow,
@@ -252,21 +262,25 @@ def add_event(
     *,
     attempt_id: str | None = None,
     data: dict[str, JsonScalar] | None = None,
-) -> None:
-    """Add the job's next event, in the transaction of the change it reports. The job must be locked."""
+) -> EventRow:
+    """Add the job's next event, in the transaction of the change it reports. The job must be locked.
+
+    Its actor is the principal of the request that is being answered; the service itself if there is none.
+    """
     job.last_event_seq += 1
-    session.add(
-        EventRow(
-            id=new_id("evt", now),
-            job_id=job.id,
-            seq=job.last_event_seq,
-            at=now,
-            type=type_,
-            attempt_id=attempt_id,
-            message=message,
-            data=data or {},
-        )
+    event = EventRow(
+        id=new_id("evt", now),
+        job_id=job.id,
+        seq=job.last_event_seq,
+        at=now,
+        type=type_,
+        attempt_id=attempt_id,
+        message=message,
+        data=data or {},
+        actor=acting(bound_fields()),
     )
+    session.add(event)
+    return event
 
 
 def events_after(session: Session, job_id: str, seq: int, limit: int) -> list[EventRow]:

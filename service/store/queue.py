@@ -27,7 +27,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Session, aliased, load_only
 
-from octet.api_schemas import AttemptRef, AttemptState, DesiredState, FailureReason, JobSpec
+from octet.api_schemas import AttemptRef, AttemptState, DesiredState, FailureReason, JobSpec, PoolCapacity
 from octet.service.db.bulk import Transaction, connection_of
 from octet.service.db.tables import AttemptRow, CheckpointRow, JobRow, LastStartRow, LeaseRow, PoolCapacityRow
 
@@ -304,9 +304,16 @@ def slots_present(transaction: Transaction) -> dict[str, int]:
     return {pool: slots for pool, slots in connection_of(transaction).execute(_SLOTS_PRESENT)}
 
 
-def set_slots_present(session: Session, present: Mapping[str, int], now: datetime) -> None:
-    for pool, slots in present.items():
-        session.merge(PoolCapacityRow(pool=pool, slots_present=slots, observed_at=now))
+def capacities(transaction: Transaction) -> list[PoolCapacity]:
+    """Return what the cluster last had for each pool."""
+    rows = connection_of(transaction).execute(_CAPACITIES)
+    return [PoolCapacity(pool=pool, slots_present=slots, nodes=tuple(nodes or ())) for pool, slots, nodes in rows]
+
+
+def set_capacities(session: Session, capacities: Iterable[PoolCapacity], now: datetime) -> None:
+    for each in capacities:
+        row = PoolCapacityRow(pool=each.pool, slots_present=each.slots_present, nodes=list(each.nodes), observed_at=now)
+        session.merge(row)
 
 
 def attempts_to_launch(session: Session, now: datetime) -> list[AttemptRow]:
@@ -436,6 +443,7 @@ _SHRUNK = (
     .order_by(AttemptRow.id)
 )
 _SLOTS_PRESENT = select(PoolCapacityRow.pool, PoolCapacityRow.slots_present)
+_CAPACITIES = select(PoolCapacityRow.pool, PoolCapacityRow.slots_present, PoolCapacityRow.nodes)
 _HOLDS_SLOTS = AttemptRow.released_at.is_(None)
 _LAST_STARTS = select(LastStartRow.pool, LastStartRow.tenant, LastStartRow.started_at)
 _USE = (

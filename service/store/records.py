@@ -31,7 +31,7 @@ def put_exporter(session: Session, attempt_id: str, rank: int, address: str) -> 
 
 
 def live_exporters(session: Session) -> list[tuple[ExporterRow, AttemptRow, JobRow]]:
-    """List where the ranks of live attempts serve their metrics, each with its attempt and job."""
+    """List where the ranks of live attempts say that they serve their metrics, each with its attempt and job."""
     live = [state for state in AttemptState if not state.is_terminal]
     query = (
         select(ExporterRow, AttemptRow, JobRow)

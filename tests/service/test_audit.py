@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from octet.api_schemas import EventReport, FinishedReport
 from octet.service.access.audit import MOST_REFUSALS_PER_MINUTE
 from octet.service.app import create_app
 from octet.service.settings import Settings
@@ -66,6 +67,31 @@ def test_a_change_is_recorded_with_who_what_where_and_how_it_ended(
     assert (wrong["request_id"], wrong["status"]) == (refused.headers["x-request-id"], 422)
     assert (submitted["actor"], submitted["request_id"], submitted["status"]) == ("the key of one", "from-a-proxy", 201)
     assert submitted["at"] == world.clock.now().isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def test_every_event_has_its_actor(keyed: TestClient, world: World, spec_document: Document) -> None:
+    job_id = keyed.post("/v1/jobs", json=spec_document, headers=TENANT).json()["id"]
+    world.dispatch()
+    rank = world.rank_of(job_id)
+    rank.begin()
+    rank.send(EventReport(type="layer.demoted", message="from users' code"))
+    key = keyed.post("/v1/keys", json={"name": "ada", "role": "submitter", "tenant": "one"}, headers=OPERATOR).json()
+    ada = {"Authorization": f"Bearer {key['secret']}"}
+    assert keyed.patch(f"/v1/jobs/{job_id}", json={"labels": {"a": "b"}}, headers=ada).status_code == 200
+    assert keyed.post(f"/v1/jobs/{job_id}/cancel?save=false", headers=OPERATOR).status_code == 202
+    rank.send(FinishedReport(outcome="cancelled"))
+    found = keyed.get(f"/v1/jobs/{job_id}/events", headers=TENANT).json()["data"]
+    assert {(event["type"], event["actor"]) for event in found} == {
+        ("job.accepted", "the key of one"),
+        ("job.placed", "octet"),
+        ("attempt.launched", "octet"),
+        ("attempt.started", "octet"),
+        ("layer.demoted", "rank 0"),
+        ("job.changed", f"ada ({key['id']})"),
+        ("job.cancelling", "the operator's key"),
+        ("attempt.cancelled", "octet"),
+        ("job.cancelled", "octet"),
+    }
 
 
 @ON_SQLITE

@@ -64,7 +64,8 @@ class Cluster(FakeLauncher):
         return [REF]
 
     def resources(self) -> dict[str, float]:
-        return {POOLS[0].slot_resource: 7.0, "CPU": 2.0}
+        ours = {"node:10.0.0.7": 1.0, "node:10.0.0.10": 1.0, "node:__internal_head__": 1.0}
+        return {POOLS[0].slot_resource: 7.0, "CPU": 2.0, **ours}
 
 
 @contextmanager
@@ -98,8 +99,11 @@ def test_every_call_reaches_the_cluster_and_its_answer_comes_back(tmp_path: Path
         assert launcher.probe(REF) == Probe(state=ProbeState.RUNNING, message="att_1 3")
         assert launcher.list() == [REF]
         assert launcher.stop(REF, 1.5) is None  # type: ignore[func-returns-value]
-        present = {POOLS[0].name: 7}
-        assert launcher.capacity() == [PoolCapacity(pool=pool.name, slots_present=present.get(pool.name, 0)) for pool in POOLS]
+        nodes = ("10.0.0.10", "10.0.0.7")
+        slots = {POOLS[0].name: 7, POOLS[1].name: 0}
+        assert launcher.capacity() == [
+            PoolCapacity(pool=pool, slots_present=number, nodes=nodes) for pool, number in slots.items()
+        ]
     assert cluster.stops == [(REF, 1.5)]
 
 

@@ -17,6 +17,7 @@ from octet.api_schemas import (
     FinishedReport,
     StepReport,
 )
+from octet.service import store
 from octet.service.app import create_app
 from octet.service.db.tables import JobRow
 from octet.service.settings import Settings
@@ -58,6 +59,46 @@ def test_a_rank_is_a_target_while_its_attempt_lives(world: Any, client: TestClie
     }
     rank.send(FinishedReport(outcome="failed", reason=FailureReason.DATA_ERROR))
     assert client.get("/internal/v1/prometheus/targets").json() == []
+
+
+def test_prometheus_is_sent_to_nodes_of_the_cluster_alone(world: World, client: TestClient) -> None:
+    """The address of a cloud's metadata, another tenant's service or a name: what a rank says is no reason to ask there."""
+    _, rank = world.start()
+    world.launcher.nodes = ("10.0.0.7", "fd00::1")
+    world.dispatch()
+    listed = []
+    for address in (
+        "169.254.169.254:80",
+        "10.0.0.71:80",
+        "metadata.internal:80",
+        "[fd00::2]:80",
+        "10.0.0.7:9000",
+        "[fd00::1]:9",
+    ):
+        rank.send(ExporterReport(address=address))
+        listed += [target for group in client.get("/internal/v1/prometheus/targets").json() for target in group["targets"]]
+    assert listed == ["10.0.0.7:9000", "[fd00::1]:9"]
+    world.launcher.nodes = ()
+    world.dispatch()
+    assert client.get("/internal/v1/prometheus/targets").json() == []
+
+
+@ON_SQLITE
+@pytest.mark.parametrize(
+    ("changes", "nodes"),
+    [
+        ({}, ("127.0.0.1",)),
+        ({"host": "10.0.0.5", "api_keys": ("a key that is long enough",), "data_roots": ("/data",)}, ("127.0.0.1", "10.0.0.5")),
+        ({"report_url": "http://octet-ingest:8001"}, ("127.0.0.1",)),
+    ],
+)
+def test_ranks_on_loopback_are_also_at_the_server_s_own_address(
+    world: World, tmp_path: Path, changes: dict[str, Any], nodes: tuple[str, ...]
+) -> None:
+    world.context.settings = Settings(data_dir=tmp_path, pools=world.settings.pools, **changes)
+    world.dispatch()
+    with world.database.read() as session:
+        assert {pool.nodes for pool in store.queue.capacities(session)} == {nodes}
 
 
 @ON_SQLITE

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from octet.api_schemas import DesiredState, PoolConfig, QueuePlace
+from octet.api_schemas import DesiredState, PoolCapacity, PoolConfig, QueuePlace
 from octet.api_schemas.resources import TenantConfig
 from octet.service import store
 from octet.service.app import create_app
@@ -54,7 +54,7 @@ def test_a_tenant_with_many_jobs_keeps_another_one_neither_from_slots_nor_from_s
     flood = [world.submit(tenant="one") for _ in range(20)]
     few = [world.submit(tenant="two") for _ in range(3)]
     with world.database.write() as session:
-        store.queue.set_slots_present(session, {"cpu": 4}, world.clock.now())
+        store.queue.set_capacities(session, [PoolCapacity(pool="cpu", slots_present=4, nodes=())], world.clock.now())
     with world.database.read() as session:
         assert store.queue.tenants_waiting(session, "cpu") == ["one", "two"]
         assert [job.id for job in store.queue.head_of_queue(session, "cpu")] == [*flood[:2], *few[:2]]

@@ -16,6 +16,8 @@ from octet.service.cluster.launcher import LauncherError
 
 LAUNCH_S = 60.0
 CALL_S = 10.0
+_NODE, _HEAD = "node:", "node:__internal_head__"
+"""The beginning of a resource that each of Ray's nodes has, before its address; and one that the head has too."""
 _ANSWER_S = 5.0
 """The time that the server waits longer than the host, whose message says more than that nobody answered."""
 
@@ -53,9 +55,11 @@ class Start:
         return AttemptRef(attempt_id=self.attempt_id, epoch=self.epoch)
 
 
-def slots_of(pools: Sequence[PoolConfig], resources: dict[str, float]) -> list[PoolCapacity]:
-    """Count each pool's slots among the resources that Ray's nodes have now."""
-    return [PoolCapacity(pool=pool.name, slots_present=int(resources.get(pool.slot_resource, 0))) for pool in pools]
+def capacity_of(pools: Sequence[PoolConfig], resources: dict[str, float]) -> list[PoolCapacity]:
+    """Read each pool's slots and the nodes' addresses from the resources that Ray's nodes have now."""
+    nodes = tuple(sorted(name.removeprefix(_NODE) for name in resources if name.startswith(_NODE) and name != _HEAD))
+    slots = {pool.name: int(resources.get(pool.slot_resource, 0)) for pool in pools}
+    return [PoolCapacity(pool=pool, slots_present=number, nodes=nodes) for pool, number in slots.items()]
 
 
 class HostedLauncher:
@@ -88,7 +92,7 @@ class HostedLauncher:
 
     def capacity(self) -> Sequence[PoolCapacity]:
         """Count the slots of the nodes that are there now."""
-        return slots_of(self._pools, self._call(CALL_S, "resources"))
+        return capacity_of(self._pools, self._call(CALL_S, "resources"))
 
     def close(self) -> None:
         """Nothing is open between calls. Attempts go on."""

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from octet.api_schemas import AttemptRef, FailureReason, LaunchOrder, PoolCapacity, PoolConfig, Probe, ProbeState
 from octet.service.cluster.launcher import LauncherError
-from octet.service.cluster.ray.calls import CALL_S, LAUNCH_S, Start, slots_of
+from octet.service.cluster.ray.calls import CALL_S, LAUNCH_S, Start, capacity_of
 from octet.worker.rank.supervisor import NAMESPACE, Supervisor, actor_name, warm_up
 
 _CONNECT_S = 60.0
@@ -139,7 +139,7 @@ class RayLauncher:
 
     def capacity(self) -> Sequence[PoolCapacity]:
         """Count the slots of the nodes that are there now."""
-        return slots_of(self._pools, self.resources())
+        return capacity_of(self._pools, self.resources())
 
     def resources(self) -> dict[str, float]:
         """Count Ray's resources of all nodes that are there now."""
