@@ -69,7 +69,7 @@ def list_rows(
     found = _tallied(session, wanted)
     conditions = _conditions(wanted, by_index=found <= FEW_JOBS)
     if after is not None:
-        conditions.append(_behind(session, order, after))
+        conditions.append(_behind(session, order, after, wanted.tenant))
     query = select(JobRow.id).where(*conditions).order_by(*_ORDERS[order]).limit(limit).offset(offset)
     ids = list(session.scalars(query))
     rows = {row[0]: ListedRow(*row) for row in session.connection().execute(_SHOWN.where(JobRow.id.in_(ids)))}
@@ -117,16 +117,20 @@ def _conditions(wanted: RowFilter, *, by_index: bool) -> list[ColumnElement[bool
     return found
 
 
-def _behind(session: Session, order: RowOrder, after: str) -> ColumnElement[bool]:
-    """Select the jobs that follow the job `after` in an order."""
+def _behind(session: Session, order: RowOrder, after: str, tenant: str | None) -> ColumnElement[bool]:
+    """Select the jobs that follow the job `after` in an order.
+
+    With a tenant, another tenant's job has the place of one that is not there: the list would show its name and its loss.
+    """
     if order == "-created":
         return JobRow.id < after
     if order == "created":
         return JobRow.id > after
+    is_after = [JobRow.id == after, *([] if tenant is None else [JobRow.tenant == tenant])]
     if order == "name":
-        name = select(JobRow.name).where(JobRow.id == after).scalar_subquery()
+        name = select(JobRow.name).where(*is_after).scalar_subquery()
         return tuple_(JobRow.name, JobRow.id) > tuple_(name, after)
-    best = session.scalar(select(_BEST).where(JobRow.id == after))
+    best = session.scalar(select(_BEST).where(*is_after))
     if best is None:
         return _BEST.is_(None) & (JobRow.id > after)
     return or_(_BEST.is_(None), best < _BEST, _BEST.is_not_distinct_from(best) & (JobRow.id > after))

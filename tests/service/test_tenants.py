@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from octet.api_schemas import CheckpointReport
 from octet.api_schemas.keys import KeyRole
 from octet.service.app import create_app
-from octet.service.db.tables import ExportRow
+from octet.service.db.tables import ExportRow, JobRow
 from octet.service.settings import Settings
 from octet.service.store.ids import new_id
 from tests.kit.identity_provider import IdentityProvider, identity_provider
@@ -182,6 +182,26 @@ def test_lists_have_what_a_tenant_owns(keyed: TestClient, owned: dict[str, str])
     assert (refused.status_code, refused.json()["errors"][0]["allowed"]) == (422, "two")
 
 
+@pytest.mark.parametrize("order", ["name", "evaluation", "created", "-created"])
+def test_no_list_says_where_another_tenant_s_job_would_stand_in_it(
+    keyed: TestClient, world: World, owned: dict[str, str], spec_document: Document, order: str
+) -> None:
+    """Behind which of one's own jobs it stood would show its name, or its loss, in a dozen requests."""
+    own = [
+        keyed.post("/v1/jobs", json=spec_document | {"name": name}, headers=as_tenant("two")).json()["id"]
+        for name in ("a", "zz")
+    ]
+    with world.database.write() as session:
+        for job_id, loss in zip([own[0], owned["job"], own[1]], (1.0, 2.0, 3.0), strict=True):
+            session.get_one(JobRow, job_id).best_evaluation_loss = loss
+    unknown = f"{owned['job'][:-1]}{'0' if owned['job'][-1] != '0' else '1'}"
+    pages = [
+        keyed.get(f"/v1/rows?sort={order}&after={job_id}", headers=as_tenant("two")).json()
+        for job_id in (owned["job"], unknown)
+    ]
+    assert pages[0] == pages[1]
+
+
 @ON_SQLITE
 def test_what_is_new_belongs_to_the_tenant_of_the_key(keyed: TestClient, spec_document: Document) -> None:
     bodies = {
@@ -212,9 +232,9 @@ def made(answer: httpx.Response) -> Document:
 
 @ON_SQLITE
 def test_series_of_all_tenants_are_for_scrapers_and_the_operator(keyed: TestClient) -> None:
-    """Keys of the file read them too, as they always did."""
     for method, path in sorted(OF_ALL_TENANTS):
         for role in ("viewer", "submitter", "admin"):
             assert keyed.request(method, path, headers=headers_of(keyed, role, "one")).status_code == 403
-        for headers in (headers_of(keyed, "scraper", "one"), headers_of(keyed, "admin", "default"), as_tenant("one")):
+        assert keyed.request(method, path, headers=as_tenant("one")).status_code == 403
+        for headers in (headers_of(keyed, "scraper", "one"), headers_of(keyed, "admin", "default"), as_tenant("")):
             assert keyed.request(method, path, headers=headers).status_code == 200
