@@ -6,7 +6,8 @@ A request is answered after its transaction is durable, as if it had one of its 
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeGuard, TypeVar
 
@@ -36,14 +37,17 @@ class GroupCommit(Generic[Request, Answer]):
         *,
         max_weight: int = 64,
         weigh: Callable[[Request], int] = lambda _: 1,
+        owner: Callable[[Request], Hashable] = lambda _: None,
         gather_s: float = 0.0,
     ) -> None:
         """name: of the thread. max_weight: the most that `weigh` finds for one transaction.
 
+        owner: of a request. Where several wait, one owner's requests have no more than a quarter of a transaction before
+        the others have theirs, so however many one sends, those of another are in the next transaction.
         gather_s: the time in which a transaction gathers requests before it begins, for those that nobody waits for.
         """
         self._write_all_of = write
-        self._max_weight, self._weigh = max_weight, weigh
+        self._max_weight, self._weigh, self._owner = max_weight, weigh, owner
         self._gather_s, self._is_urgent = gather_s, threading.Event()
         self._waiting: list[tuple[Request, Waiter[Answer]]] = []
         self._lock = threading.Lock()
@@ -104,13 +108,27 @@ class GroupCommit(Generic[Request, Answer]):
     def _take(self) -> "list[tuple[Request, Waiter[Answer]]]":
         """Take the requests of the next transaction, at least one. Without any, end the writer's turn."""
         with self._lock:
-            number, weight = 0, 0
-            while number < len(self._waiting) and (number == 0 or weight < self._max_weight):
-                weight += self._weigh(self._waiting[number][0])
-                number += 1
-            taken, self._waiting = self._waiting[:number], self._waiting[number:]
+            chosen = self._choose() if len(self._waiting) > 1 else range(len(self._waiting))
+            taken = [self._waiting[number] for number in chosen]
+            self._waiting = [one for number, one in enumerate(self._waiting) if number not in chosen]
             self._is_writing = bool(taken)
             return taken
+
+    def _choose(self) -> dict[int, None]:
+        """Choose the requests of the next transaction, by their numbers: each owner's share first, then what has room."""
+        chosen: dict[int, None] = {}
+        weight, weight_of = 0, Counter[Hashable]()
+        for most_of_one in (self._max_weight / 4, self._max_weight):
+            for number, (request, _) in enumerate(self._waiting):
+                if chosen and weight >= self._max_weight:
+                    return chosen
+                owner = self._owner(request)
+                if number not in chosen and weight_of[owner] < most_of_one:
+                    chosen[number] = None
+                    added = self._weigh(request)
+                    weight += added
+                    weight_of[owner] += added
+        return chosen
 
     def _write(self, requests: Sequence[Request]) -> "Sequence[Answer | Exception]":
         try:

@@ -61,7 +61,11 @@ class Ingest:
         self._telemetry, self._wake = telemetry, wake
         self.tokens = AttemptTokens(database)
         self.commits = GroupCommit[SentBatch, Applied](
-            "octet-reports", self._apply, max_weight=MAX_WEIGHT, weigh=lambda sent: 20 + len(sent.batch.reports)
+            "octet-reports",
+            self._apply,
+            max_weight=MAX_WEIGHT,
+            weigh=lambda sent: 20 + len(sent.batch.reports),
+            owner=lambda sent: sent.attempt_id,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

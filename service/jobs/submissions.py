@@ -42,7 +42,7 @@ class Submissions:
     def __init__(self, database: Database, show: Show) -> None:
         self._database = database
         self._show = show
-        self._commits = GroupCommit[Request, Stored]("octet-submissions", self._store)
+        self._commits = GroupCommit[Request, Stored]("octet-submissions", self._store, owner=lambda request: request.tenant)
 
     def submit(self, request: Request) -> "Future[Stored]":
         """Store a job soon. The future raises IdempotencyMismatch, and the database's errors."""
