@@ -64,6 +64,7 @@ class ApiKey(Contract):
     expires_at: Timestamp | None
     revoked_at: Timestamp | None
     used_at: Timestamp | None = Field(description="last use, to the minute")
+    replaced_by: str | None = Field(description="the key that a rotation has made in its place")
 
 
 class NewApiKey(ApiKey):

@@ -31,9 +31,11 @@ def create(session: Session, wanted: KeySpec, by: Principal, now: datetime) -> N
 def rotate(session: Session, key_id: str, wanted: KeyRotation, by: Principal, now: datetime) -> NewApiKey:
     """Make a key with the name, tenant and role of another one, which works for the overlap and then no more.
 
-    Raises NotFound, also for another tenant's key, and IllegalTransition for one that was revoked or has expired.
+    Raises NotFound, also for another tenant's key, and IllegalTransition for one that was revoked, has expired or was rotated.
     """
     old = _find(session, key_id, by)
+    if old.replaced_by is not None:
+        raise IllegalTransition(f"{old.replaced_by} was made in the place of the key {key_id}; rotate that one")
     if old.revoked_at is not None or (old.expires_at is not None and old.expires_at <= now):
         raise IllegalTransition(f"the key {key_id} works no more; make another one")
     if wanted.expires_in_s is not None:
@@ -42,7 +44,9 @@ def rotate(session: Session, key_id: str, wanted: KeyRotation, by: Principal, no
         lifetime = None if old.expires_at is None else old.expires_at - old.created_at
     end = now + timedelta(seconds=wanted.overlap_s)
     old.expires_at = end if old.expires_at is None else min(end, old.expires_at)
-    return _stored(session, ApiKeyRow(name=old.name, tenant=old.tenant, role=old.role), lifetime, by, now)
+    made = _stored(session, ApiKeyRow(name=old.name, tenant=old.tenant, role=old.role), lifetime, by, now)
+    old.replaced_by = made.id
+    return made
 
 
 def revoke(session: Session, key_id: str, by: Principal, now: datetime) -> ApiKey:

@@ -21,16 +21,17 @@ RIGHTS = {
     KeyRole.ADMIN: frozenset({Right.READ, Right.CHANGE, Right.ADMINISTER}),
     KeyRole.SCRAPER: frozenset({Right.SCRAPE}),
 }
-_OF_KEY_FILES = frozenset({Right.READ, Right.CHANGE, Right.SCRAPE})
+SCRAPER_OF_KEY_FILES = "prometheus"
+"""The name of keys in the file of keys that read the metrics of all tenants and nothing else."""
 
 
 @dataclass(frozen=True)
 class Principal:
     """Who sends a request.
 
-    `role`: admin for the operator, submitter for the tenant of a key file. `sees_all` is true for the operator, who acts for
-    every tenant. `key_hash` is set for a key of the database alone, which may be revoked while its principal is at work, and
-    `expires_at` for a token alone, in seconds since 1970.
+    `role`: admin for the operator; of a key of the file submitter, or scraper for Prometheus. `sees_all` is true for the
+    operator, who acts for every tenant. `key_hash` is set for a key of the database alone, which may be revoked while its
+    principal is at work, and `expires_at` for a token alone, in seconds since 1970.
     """
 
     name: str
@@ -56,7 +57,8 @@ def of_key_file(tenant: str) -> Principal:
     """Return the principal of a key that the server was started with. One without a name is the operator's."""
     if tenant == DEFAULT_TENANT:
         return operator("the operator's key")
-    return Principal(f"the key of {tenant}", tenant, _OF_KEY_FILES, KeyRole.SUBMITTER)
+    role = KeyRole.SCRAPER if tenant == SCRAPER_OF_KEY_FILES else KeyRole.SUBMITTER
+    return Principal(f"the key of {tenant}", tenant, RIGHTS[role], role)
 
 
 def of_role(

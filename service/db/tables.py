@@ -483,6 +483,7 @@ class ApiKeyRow(Base):
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
     used_at: Mapped[datetime | None]
+    replaced_by: Mapped[str | None] = mapped_column(id_column())
 
 
 class AuditRow(Base):

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -394,18 +394,25 @@ class _Answer(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         address, tenant = (scope.get("client") or ("",))[0], principal_of(Request(scope)).tenant
-        with self._streams.place_for(address, tenant), CancelScope() as sending:
-            watcher = asyncio.create_task(_end_with_the_key(Request(scope), sending))
-            try:
-                await super().__call__(scope, receive, send)
-            finally:
-                watcher.cancel()
-        if sending.cancelled_caught:
+        with self._streams.place_for(address, tenant):
+            is_whole = await while_the_key_works(scope, super().__call__(scope, receive, send))
+        if not is_whole:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+async def while_the_key_works(scope: Scope, sending: Awaitable[None]) -> bool:
+    """Send an answer that may last for hours. Returns False if the key or token of its request ended before it did."""
+    with CancelScope() as until_then:
+        watcher = asyncio.create_task(_end_with_the_key(Request(scope), until_then))
+        try:
+            await sending
+        finally:
+            watcher.cancel()
+    return not until_then.cancelled_caught
+
+
 async def _end_with_the_key(request: Request, sending: CancelScope) -> None:
-    """Cancel a stream once the key or token that opened it ends. Keys of the settings last as long as we do."""
+    """Cancel an answer once the key or token of its request ends. Keys of the settings last as long as we do."""
     principal, authentication = principal_of(request), context_of(request).authentication
     while principal.may_end:
         await asyncio.sleep(REMEMBERED_S)

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 from fastapi.responses import FileResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from octet.api_schemas import CheckpointFile, Export, Page
 from octet.service import store
@@ -12,6 +13,7 @@ from octet.service.deps import AppContextDep, JobIdDep, VisibleTenantDep
 from octet.service.errors import NotFound
 from octet.service.http.pages import LimitQuery, page_of
 from octet.service.http.problems import Answers, answers
+from octet.service.http.streams import while_the_key_works
 from octet.service.jobs import checkpoint_files, views
 from octet.service.routes.files import OpenFile, delete_saved, find_saved
 from octet.service.routes.job_views import existing_job
@@ -79,7 +81,14 @@ def get_archive(job_id: JobIdDep, name: ExportName, context: AppContextDep, tena
     row = find_saved(context, ExportRow, job_id, name, tenant)
     archive = checkpoint_files.archive_of(context.settings, row)
     headers = {"Content-Length": str(archive.num_bytes), "Content-Disposition": f'attachment; filename="{row.name}.tar"'}
-    return StreamingResponse(archive.content, media_type="application/x-tar", headers=headers)
+    return _SentArchive(archive.content, media_type="application/x-tar", headers=headers)
+
+
+class _SentArchive(StreamingResponse):
+    """Breaks off once the key of the request ends, and so it does not pass for whole."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_the_key_works(scope, super().__call__(scope, receive, send))
 
 
 @router.delete("/{name}", status_code=204, operation_id="delete_export", responses=answers(404, 409, 422))

@@ -15,6 +15,7 @@ from octet.service.deps import AppContext, AppContextDep, JobIdDep, VisibleTenan
 from octet.service.errors import NotFound
 from octet.service.http.pages import page_of
 from octet.service.http.problems import Answers, answers
+from octet.service.http.streams import while_the_key_works
 from octet.service.jobs import checkpoint_files, commands
 from octet.service.routes.job_views import existing_job
 from octet.service.store.records import Saved
@@ -26,7 +27,10 @@ _CONTENT: Answers = {200: {"content": {"application/octet-stream": {"schema": {"
 
 
 class OpenFile(FileResponse):
-    """Sends a file that is open, whatever its path leads to meanwhile, and closes it."""
+    """Sends a file that is open, whatever its path leads to meanwhile, and closes it.
+
+    It breaks off once the key of the request ends, and so it does not pass for whole.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._close = weakref.finalize(self, os.close, descriptor)  # also if nobody asks for the answer any more
@@ -34,7 +38,7 @@ class OpenFile(FileResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await while_the_key_works(scope, super().__call__(scope, receive, send))
         finally:
             self._close()
 

@@ -1,8 +1,10 @@
 """Keys of the database: what each role may do, and that one which expires, is rotated or revoked ends in time."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,16 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import text
+from starlette.types import Message
 
 from octet.service.app import create_app
 from octet.service.settings import Settings
 from tests.client.octet_app import API_KEY, OctetApp
+from tests.kit.waiting import LONG_S
 from tests.service.databases import ON_SQLITE
-from tests.service.world import World
+from tests.service.test_checkpoint_files import write_checkpoint
+from tests.service.test_exports_api import write_export
+from tests.service.world import World, step
 
 OPERATOR = {"Authorization": "Bearer the operator's own key"}
 Document = dict[str, Any]
@@ -23,7 +29,8 @@ Document = dict[str, Any]
 
 @pytest.fixture
 def keyed(world: World, tmp_path: Path) -> Iterator[TestClient]:
-    settings = Settings(data_dir=tmp_path, api_keys=("the operator's own key", "one:the key of tenant one"))
+    keys = ("the operator's own key", "one:the key of tenant one", "prometheus:the key of prometheus")
+    settings = Settings(data_dir=tmp_path, api_keys=keys)
     with TestClient(create_app(settings, database=world.database), base_url="http://127.0.0.1:8000") as client:
         yield client
 
@@ -77,12 +84,16 @@ def test_a_role_may_do_what_it_says(
 
 
 @ON_SQLITE
-def test_keys_of_the_file_do_what_they_did(keyed: TestClient, spec_document: Document) -> None:
+def test_keys_of_the_file(keyed: TestClient, spec_document: Document) -> None:
+    """Series of all tenants are for the operator and for Prometheus, whose key sees no job."""
     named = {"Authorization": "Bearer the key of tenant one"}
-    for headers, manages in ((OPERATOR, 200), (named, 403)):
-        assert keyed.post("/v1/jobs", json=spec_document, headers=headers).status_code == 201
-        assert keyed.get("/metrics", headers=headers).status_code == 200
+    scraper = {"Authorization": "Bearer the key of prometheus"}
+    for headers, submits, scrapes, manages in ((OPERATOR, 201, 200, 200), (named, 201, 403, 403), (scraper, 403, 200, 403)):
+        assert keyed.post("/v1/jobs", json=spec_document, headers=headers).status_code == submits
+        assert keyed.get("/metrics", headers=headers).status_code == scrapes
+        assert keyed.get("/internal/v1/prometheus/targets", headers=headers).status_code == scrapes
         assert keyed.get("/v1/keys", headers=headers).status_code == manages
+    assert keyed.get("/v1/jobs", headers=scraper).status_code == 403
     assert len(keyed.get("/v1/jobs", headers=named).json()["data"]) == 1
     assert len(keyed.get("/v1/jobs", headers=OPERATOR).json()["data"]) == 2
 
@@ -130,6 +141,20 @@ def test_a_key_ends_when_it_expires_and_a_rotated_one_after_its_overlap(keyed: T
     assert statuses == [[200, 200], [200, 200], [401, 200], [401, 401]]
     again = keyed.post(f"/v1/keys/{old['id']}/rotate", headers=OPERATOR)
     assert (again.status_code, again.json()["code"]) == (409, "illegal_transition")
+
+
+def test_of_two_admins_who_rotate_a_key_at_once_one_is_named_the_other_s(keyed: TestClient) -> None:
+    """A second one would be made for as long as the first one's overlap lasts."""
+    old = make(keyed)
+    with ThreadPoolExecutor(8) as admins:
+        rotate = f"/v1/keys/{old['id']}/rotate"
+        answers = [answer.result() for answer in [admins.submit(keyed.post, rotate, headers=OPERATOR) for _ in range(8)]]
+    (made,) = [answer.json() for answer in answers if answer.status_code == 201]
+    assert [answer.status_code for answer in answers].count(409) == 7
+    assert all(made["id"] in answer.json()["detail"] for answer in answers if answer.status_code == 409)
+    assert made["expires_at"] is None
+    listed = {key["id"]: key["replaced_by"] for key in keyed.get("/v1/keys", headers=OPERATOR).json()["data"]}
+    assert listed == {old["id"]: made["id"], made["id"]: None}
 
 
 @ON_SQLITE
@@ -194,6 +219,47 @@ def test_a_stream_ends_when_its_key_is_revoked(tmp_path: Path) -> None:
             revoking.join()
             assert time.monotonic() - began_s < 10
         operator.close()
+
+
+@ON_SQLITE
+@pytest.mark.parametrize("what", ["checkpoints/{}/files/tensors.safetensors", "exports/{}/archive"])
+def test_a_download_ends_when_its_key_is_revoked(keyed: TestClient, world: World, spec_document: Document, what: str) -> None:
+    """Its client reads nothing, so it would last until the server gives the client up."""
+    key = make(keyed)
+    job_id = keyed.post("/v1/jobs", json=spec_document, headers={"Authorization": "Bearer the key of tenant one"}).json()["id"]
+    world.dispatch()
+    rank = world.rank_of(job_id)
+    rank.begin()
+    saved = {"checkpoints": write_checkpoint(world, job_id), "exports": write_export(world, job_id)}
+    rank.send(step(1), step(2), *saved.values())
+    path = f"/v1/jobs/{job_id}/{what.format(saved[what.partition('/')[0]].name)}"
+    keyed.app.state.context.settings.__dict__["data_dir"] = world.settings.data_dir
+    sent: list[str] = []
+
+    async def download() -> None:
+        begun = asyncio.Event()
+
+        async def send(message: Message) -> None:
+            sent.append(message["type"])
+            if message["type"] == "http.response.body":
+                begun.set()
+                await asyncio.Event().wait()
+
+        async def receive() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        head = [(b"host", b"127.0.0.1"), (b"authorization", bearer(key)["Authorization"].encode())]
+        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "scheme": "http"}
+        scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "headers": head, "client": ("192.0.2.7", 1)}
+        sending = asyncio.create_task(keyed.app(scope | {"server": ("127.0.0.1", 8000)}, receive, send))
+        async with asyncio.timeout(LONG_S):
+            await begun.wait()
+            await asyncio.to_thread(keyed.post, f"/v1/keys/{key['id']}/revoke", headers=OPERATOR)
+            await sending
+
+    asyncio.run(download())
+    assert sent == ["http.response.start", "http.response.body"]
 
 
 def wait_for(is_true: Callable[[], bool]) -> None:

@@ -106,7 +106,8 @@ def test_a_job_is_its_tenants_from_the_key_to_the_series(
     world: World, openapi_document: dict[str, Any], spec_document: dict[str, Any], tmp_path: Path
 ) -> None:
     key = "a key that is long enough"
-    settings = Settings(data_dir=tmp_path, api_keys=(f"research:{key}",), pools=world.settings.pools)
+    keys = (f"research:{key}", "prometheus:the key of prometheus")
+    settings = Settings(data_dir=tmp_path, api_keys=keys, pools=world.settings.pools)
     app = create_app(settings, database=world.database)
     app.openapi_schema = openapi_document
     with TestClient(app, headers={"Authorization": f"Bearer {key}"}) as client:
@@ -114,9 +115,10 @@ def test_a_job_is_its_tenants_from_the_key_to_the_series(
         assert job["tenant"] == client.get(f"/v1/jobs/{job['id']}").json()["tenant"] == "research"
         world.dispatch()
         world.rank_of(job["id"]).send(ExporterReport(address="127.0.0.1:12345"))
-        (group,) = client.get("/internal/v1/prometheus/targets").json()
+        scraper = {"Authorization": "Bearer the key of prometheus"}
+        (group,) = client.get("/internal/v1/prometheus/targets", headers=scraper).json()
         assert group["labels"]["tenant"] == "research"
-        of_job = [line for line in client.get("/metrics").text.splitlines() if job["id"] in line]
+        of_job = [line for line in client.get("/metrics", headers=scraper).text.splitlines() if job["id"] in line]
         assert len(of_job) > 5
         assert all('tenant="research"' in line for line in of_job)
 

@@ -1,4 +1,4 @@
-"""Add the actor of an event, and the addresses of a cluster's nodes."""
+"""Add the actor of an event, the addresses of a cluster's nodes, and the key that took another's place."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -11,4 +11,5 @@ depends_on = None
 
 def upgrade() -> None:
     op.add_column("events", sa.Column("actor", sa.Text(), nullable=True))
+    op.add_column("api_keys", sa.Column("replaced_by", sa.String(length=31), nullable=True))
     op.add_column("pool_capacities", sa.Column("nodes", sa.JSON(), nullable=True))
