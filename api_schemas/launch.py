@@ -91,9 +91,11 @@ class Probe(Contract):
 class PoolCapacity(Contract):
     """The slots that a cluster has now for a pool. There may be fewer than configured while nodes are away.
 
-    nodes: the addresses of all nodes of the cluster, sorted.
+    nodes: the addresses of all nodes of the cluster, sorted. slots_without_device: further slots that nodes offer without the
+    device that each of the pool's ranks takes.
     """
 
     pool: str
     slots_present: int
     nodes: tuple[str, ...]
+    slots_without_device: int = 0

@@ -15,6 +15,7 @@ class FakeLauncher:
 
     def __init__(self, pools: Iterable[PoolConfig]) -> None:
         self.slots_present = {pool.name: pool.slots for pool in pools}
+        self.slots_without_device: dict[str, int] = {}
         self.nodes: tuple[str, ...] = ("127.0.0.1",)
         self.orders: dict[AttemptRef, LaunchOrder] = {}
         self.started: list[LaunchOrder] = []
@@ -71,7 +72,11 @@ class FakeLauncher:
 
     def capacity(self) -> Sequence[PoolCapacity]:
         self._answer()
-        return [PoolCapacity(pool=pool, slots_present=slots, nodes=self.nodes) for pool, slots in self.slots_present.items()]
+        missing = self.slots_without_device
+        return [
+            PoolCapacity(pool=pool, slots_present=slots, nodes=self.nodes, slots_without_device=missing.get(pool, 0))
+            for pool, slots in self.slots_present.items()
+        ]
 
     def close(self) -> None:
         return None

@@ -525,7 +525,7 @@ class LastStartRow(Base):
 
 
 class PoolCapacityRow(Base):
-    """The slots of a pool, as the cluster last counted them, and the addresses of the cluster's nodes."""
+    """The slots of a pool, as the cluster last counted them, those too that lack a device, and the addresses of all nodes."""
 
     __tablename__ = "pool_capacities"
 
@@ -533,6 +533,7 @@ class PoolCapacityRow(Base):
     slots_present: Mapped[int]
     observed_at: Mapped[datetime]
     nodes: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    slots_without_device: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
 class TallyRow(Base):

@@ -93,6 +93,7 @@ class DispatcherContext:
     outage: Outage = field(default_factory=Outage)
     health: LoopHealth = field(default_factory=LoopHealth)
     room_since: dict[str, datetime] = field(default_factory=dict)
+    slots_without_device: dict[str, int] = field(default_factory=dict)
     """Since when an elastic job's attempt could have more ranks, by its id."""
     planning: JobPlanner = None  # type: ignore[assignment]
     """By default a planner of its own, which starts nothing before the first plan."""

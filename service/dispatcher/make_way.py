@@ -16,7 +16,7 @@ from octet.service.jobs import attempts, commands
 from octet.service.jobs.attempts import Ending
 from octet.service.jobs.lifecycle import AttemptEvent
 from octet.service.jobs.limits import Reached, reached
-from octet.service.scheduling.decide import most_of, to_reclaim
+from octet.service.scheduling.decide import is_worth_growing, most_of, to_reclaim
 from octet.service.scheduling.pools import pools_with_hours, read_pools
 from octet.service.scheduling.quotas import hours_reason
 from octet.service.store.queue import ShrunkAttempt
@@ -68,8 +68,9 @@ def _ask(context: DispatcherContext, attempt_id: str, why: str) -> bool:
 def grow(context: DispatcherContext) -> None:
     """End an attempt with fewer ranks than its job may have after a checkpoint, so that a larger one goes on.
 
-    Nobody waits in the pool's queue then, and the slots have been free for `elastic_grow_after_s`. The attempt is ended right
-    after its checkpoint was reported, so that few steps are taken twice; it counts as no failure.
+    Nobody waits in the pool's queue then, the slots have been free for `elastic_grow_after_s`, and the job is done sooner
+    though it starts again. The attempt is ended right after its checkpoint was reported, so that few steps are taken twice; it
+    counts as no failure.
     """
     with context.database.read() as session:
         shrunk = store.queue.shrunk_attempts(session)
@@ -92,9 +93,13 @@ def _larger(context: DispatcherContext, session: Session, shrunk: list[ShrunkAtt
     for attempt in shrunk:
         if free.get(attempt.pool, 0) > 0 and not store.queue.head_of_queue(session, attempt.pool):
             workers = most_of(attempt.worker_counts, free.pop(attempt.pool) + attempt.workers)
-            if workers is not None and workers > attempt.workers:
+            if workers is not None and workers > attempt.workers and _is_worth_it(attempt, workers):
                 found[attempt.ref.attempt_id] = workers
     return found
+
+
+def _is_worth_it(attempt: ShrunkAttempt, larger: int) -> bool:
+    return is_worth_growing(attempt.workers, larger, attempt.remaining_s, attempt.start_s)
 
 
 def _yield(context: DispatcherContext, shrunk: ShrunkAttempt, workers: int, now: datetime) -> None:

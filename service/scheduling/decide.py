@@ -30,6 +30,7 @@ class PoolState:
 
     needs_plans: it states its devices' memory, so that jobs are planned before they are placed. used: by tenant. lent: to
     attempts that make way when they are asked to. leaving: of attempts that end. storage: of tenants whose is limited.
+    without_device: slots that nodes offer and have no device for.
     """
 
     name: str
@@ -42,6 +43,7 @@ class PoolState:
     lent: int = 0
     leaving: int = 0
     storage: Mapping[str, Storage] = field(default_factory=dict)
+    without_device: int = 0
 
     @property
     def slots_free(self) -> int:
@@ -270,6 +272,15 @@ def most_of(worker_counts: tuple[int, ...], free: float) -> int | None:
     return next((count for count in worker_counts if count <= free), None)
 
 
+def is_worth_growing(workers: int, larger: int, remaining_s: float | None, start_s: float) -> bool:
+    """Return True if an attempt with more ranks is done before this one, though it has to start first.
+
+    It trains faster by the ratio of the ranks at most. remaining_s: None while no step was measured, which decides nothing.
+    start_s: the time that the present attempt took to start.
+    """
+    return remaining_s is None or start_s + remaining_s * workers / larger < remaining_s
+
+
 def _own_reason(job: QueuedJob, now: datetime, lease_grace: timedelta) -> str | None:
     if job.former_attempt_at_large:
         lease_ends = job.former_lease_expires_at
@@ -303,15 +314,17 @@ def _pool_reason(job: QueuedJob, pool: PoolState | None, free: int, ahead: _Ahea
         return f"pool {job.pool!r} is not configured any more; ask the operator"
     if pool.slots_present is None:
         return f"the cluster has not yet said what pool {pool.name!r} has"
-    there = min(pool.slots, pool.slots_present)
+    there, lacks = min(pool.slots, pool.slots_present), ""
+    if pool.without_device:
+        lacks = f" ({pool.without_device} of {pool.slots} are on nodes that have no GPU for them; ask the operator)"
     if ahead is not None:
         if most_of(job.worker_counts, ahead.spare(free)) is not None:
             return None
         name = ahead.job.id if ahead.job.tenant == job.tenant else "of another tenant"
-        return f"behind a job that needs {_slots_of(ahead.job, pool)}; {free} of {there} are free. It is {name}"
+        return f"behind a job that needs {_slots_of(ahead.job, pool)}; {free} of {there} are free{lacks}. It is {name}"
     if most_of(job.worker_counts, free) is None:
         missing = "" if there == pool.slots else f" ({pool.slots - there} of {pool.slots} are away)"
-        return f"needs {_slots_of(job, pool)}; {free} of {there} are free{missing}"
+        return f"needs {_slots_of(job, pool)}; {free} of {there} are free{lacks or missing}"
     return None
 
 

@@ -2,10 +2,10 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-from octet.api_schemas import FailureReason, PoolConfig
+from octet.api_schemas import FailureReason, PoolCapacity, PoolConfig
 from octet.api_schemas.quotas import PoolUse, TenantUse
 from octet.service import store
 from octet.service.db.bulk import Transaction
@@ -16,11 +16,12 @@ from octet.service.store.queue import QueuedJob, Use
 
 
 def read_pools(
-    transaction: Transaction, settings: Settings, now: datetime, present: Mapping[str, int] | None = None
+    transaction: Transaction, settings: Settings, now: datetime, capacities: Sequence[PoolCapacity] | None = None
 ) -> list[PoolState]:
-    """Describe the configured pools as they are now. present: slots that the cluster has, by pool; by default those stored."""
-    if present is None:
-        present = store.queue.slots_present(transaction)
+    """Describe the configured pools as they are now. capacities: what the cluster has; by default what is stored of it."""
+    if capacities is None:
+        capacities = store.queue.capacities(transaction)
+    capacity = {each.pool: each for each in capacities}
     used, leaving = _used(transaction, settings.pools, now), store.queue.slots_leaving(transaction)
     quotas = settings.quotas.tenants
     stored = store.use.storage_of(transaction, quotas)
@@ -32,7 +33,7 @@ def read_pools(
         PoolState(
             pool.name,
             pool.slots,
-            present.get(pool.name),
+            capacity[pool.name].slots_present if pool.name in capacity else None,
             used.get(pool.name, {}),
             pool.tenants,
             needs_plans=pool.plans_jobs,
@@ -40,6 +41,7 @@ def read_pools(
             lent=lent[pool.name],
             leaving=leaving.get(pool.name, 0),
             storage=storage,
+            without_device=capacity[pool.name].slots_without_device if pool.name in capacity else 0,
         )
         for pool in settings.pools
     ]

@@ -66,7 +66,10 @@ class QueuedJob(NamedTuple):
 
 
 class ShrunkAttempt(NamedTuple):
-    """An attempt that trains with fewer ranks than its job may have. checkpoint_at: of the newest that it has written."""
+    """An attempt that trains with fewer ranks than its job may have. checkpoint_at: of the newest that it has written.
+
+    remaining_s: the time that it still needs, if it is known. start_s: the time that it took from its slots to its first step.
+    """
 
     ref: AttemptRef
     job_id: str
@@ -74,6 +77,8 @@ class ShrunkAttempt(NamedTuple):
     workers: int
     worker_counts: tuple[int, ...]
     checkpoint_at: datetime | None
+    remaining_s: float | None
+    start_s: float
 
 
 class Use(NamedTuple):
@@ -307,13 +312,16 @@ def slots_present(transaction: Transaction) -> dict[str, int]:
 def capacities(transaction: Transaction) -> list[PoolCapacity]:
     """Return what the cluster last had for each pool."""
     rows = connection_of(transaction).execute(_CAPACITIES)
-    return [PoolCapacity(pool=pool, slots_present=slots, nodes=tuple(nodes or ())) for pool, slots, nodes in rows]
+    return [
+        PoolCapacity(pool=pool, slots_present=slots, nodes=tuple(nodes or ()), slots_without_device=missing)
+        for pool, slots, nodes, missing in rows
+    ]
 
 
 def set_capacities(session: Session, capacities: Iterable[PoolCapacity], now: datetime) -> None:
     for each in capacities:
-        row = PoolCapacityRow(pool=each.pool, slots_present=each.slots_present, nodes=list(each.nodes), observed_at=now)
-        session.merge(row)
+        fields = each.model_dump() | {"nodes": list(each.nodes)}
+        session.merge(PoolCapacityRow(**fields, observed_at=now))
 
 
 def attempts_to_launch(session: Session, now: datetime) -> list[AttemptRow]:
@@ -331,9 +339,16 @@ def shrunk_attempts(session: Session) -> list[ShrunkAttempt]:
     """List the attempts that train with fewer ranks than their elastic jobs may have, and that nobody has cancelled."""
     return [
         ShrunkAttempt(
-            AttemptRef(attempt_id=attempt_id, epoch=epoch), job_id, pool, workers, _worker_counts(spec), checkpoint_at
+            AttemptRef(attempt_id=row.id, epoch=row.epoch),
+            row.job_id,
+            row.pool,
+            row.workers,
+            _worker_counts(row.spec),
+            row.checkpoint_at,
+            row.remaining_s,
+            (row.first_step_at - row.created_at).total_seconds() if row.first_step_at is not None else 0.0,
         )
-        for attempt_id, epoch, job_id, pool, workers, spec, checkpoint_at in session.execute(_SHRUNK)
+        for row in session.execute(_SHRUNK)
     ]
 
 
@@ -436,14 +451,20 @@ _ATTEMPTS_OF_JOB = select(AttemptRow.workers, AttemptRow.created_at, AttemptRow.
 )
 _NEWEST = select(func.max(CheckpointRow.created_at)).where(CheckpointRow.attempt_id == AttemptRow.id).scalar_subquery()
 _SHRUNK = (
-    select(AttemptRow.id, AttemptRow.epoch, JobRow.id, AttemptRow.pool, AttemptRow.workers, cast(JobRow.spec, Text), _NEWEST)
+    select(
+        *(AttemptRow.id, AttemptRow.epoch, AttemptRow.job_id, AttemptRow.pool, AttemptRow.workers),
+        *(cast(JobRow.spec, Text).label("spec"), _NEWEST.label("checkpoint_at"), JobRow.remaining_s),
+        *(AttemptRow.first_step_at, AttemptRow.created_at),
+    )
     .join(JobRow, JobRow.id == AttemptRow.job_id)
     .where(AttemptRow.state == AttemptState.RUNNING, JobRow.min_workers.is_not(None))
     .where(AttemptRow.workers < JobRow.workers, JobRow.desired == DesiredState.RUN)
     .order_by(AttemptRow.id)
 )
 _SLOTS_PRESENT = select(PoolCapacityRow.pool, PoolCapacityRow.slots_present)
-_CAPACITIES = select(PoolCapacityRow.pool, PoolCapacityRow.slots_present, PoolCapacityRow.nodes)
+_CAPACITIES = select(
+    PoolCapacityRow.pool, PoolCapacityRow.slots_present, PoolCapacityRow.nodes, PoolCapacityRow.slots_without_device
+)
 _HOLDS_SLOTS = AttemptRow.released_at.is_(None)
 _LAST_STARTS = select(LastStartRow.pool, LastStartRow.tenant, LastStartRow.started_at)
 _USE = (

@@ -111,6 +111,15 @@ def test_nodes_that_are_away_are_named() -> None:
     assert decisions["a"].why == "needs 3 slots of pool 'cpu'; 2 of 2 are free (2 of 4 are away)"
 
 
+def test_a_pool_that_promises_devices_which_its_nodes_do_not_have_says_so_in_every_job_that_waits() -> None:
+    pool, lacks = PoolState("h100", 8, 3, without_device=5), "(5 of 8 are on nodes that have no GPU for them; ask the operator)"
+    found = decide([Job("a", pool="h100", workers=8), Job("b", pool="h100", workers=4)], [pool], NOW, 15)
+    assert [each.why for each in found] == [
+        f"needs 8 slots of pool 'h100'; 3 of 3 are free {lacks}",
+        f"behind a job that needs 8 slots of pool 'h100'; 3 of 3 are free {lacks}. It is a",
+    ]
+
+
 def test_nothing_is_placed_before_the_cluster_has_spoken() -> None:
     assert "has not yet said" in str(decided(Job("a"), present=None)["a"].why)
 

@@ -509,3 +509,22 @@ def test_loops_lock_several_jobs_in_the_order_of_their_ids(world: World, monkeyp
     with world.database.write() as session:  # reports of several jobs share a transaction, too
         store.reporting.lock_jobs(session, [world.attempts(job_id)[0].id for job_id in (first, second)])
     assert all("ORDER BY jobs.id" in statement for statement in statements if "FOR UPDATE" in statement)
+
+
+@ON_SQLITE
+def test_slots_without_a_device_are_told_at_the_start_and_hold_no_job_in_starting(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.launcher.slots_present["h100"], world.launcher.slots_without_device = 0, {"h100": 8}
+    job_id = world.submit(pool="h100", workers=2)
+    for _ in range(3):
+        world.dispatch()
+    world.restart()
+    world.dispatch()
+    warnings = [record.getMessage() for record in caplog.records if "no GPU" in record.getMessage()]
+    assert len(warnings) == 2, "once by each dispatcher"
+    assert world.job(job_id).state is JobState.QUEUED
+    with world.database.read() as session:
+        (decision,) = place.decisions(world.context, session, world.clock.now())
+    assert decision.why is not None
+    assert "8 of 8 are on nodes that have no GPU for them" in decision.why

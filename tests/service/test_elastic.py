@@ -2,9 +2,14 @@
 
 from typing import Any
 
-from octet.api_schemas import AttemptState, CheckpointReport, FailureReason, FinishedReport, JobState
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octet.api_schemas import AttemptState, CheckpointReport, FailureReason, FinishedReport, JobState, PhaseReport
+from octet.service.scheduling.decide import is_worth_growing
 from tests.service.databases import ON_SQLITE
-from tests.service.world import Rank, World
+from tests.service.world import Rank, World, step
 
 ELASTIC: dict[str, Any] = {"resources": {"pool": "h100", "workers": {"min": 2, "max": 8}}, "max_failures": 3, "workers": 8}
 NODE_SLOTS = 4
@@ -141,3 +146,30 @@ def test_too_few_slots_for_the_least_ranks_are_waited_for(world: World) -> None:
     world.launcher.slots_present["h100"] = 3
     world.dispatch()
     assert workers(world, job_id) == [2], "three ranks do not divide the batch"
+
+
+@ON_SQLITE
+@pytest.mark.parametrize(("last_step", "grows"), [(10, True), (55, False)])
+def test_a_job_that_is_nearly_done_does_not_start_again_to_grow(world: World, last_step: int, grows: bool) -> None:
+    """Sixty steps of a second each, and 20 s to start: with twice the ranks, five steps are done no sooner."""
+    world.launcher.slots_present["h100"] = NODE_SLOTS
+    job_id = world.submit(**ELASTIC, steps=60)
+    world.dispatch()
+    world.turn(20)
+    rank = world.rank_of(job_id)
+    rank.begin()
+    rank.send(PhaseReport(phase="first_step"))
+    wait_for_room(world)
+    rank.send(*(step(number).model_copy(update={"step_time_s": 1.0}) for number in range(1, last_step + 1)))
+    rank.send(checkpoint(last_step))
+    world.dispatch()
+    assert (world.job(job_id).state is JobState.QUEUED) == grows
+
+
+@given(workers=st.integers(1, 64), more=st.integers(1, 64), remaining_s=st.floats(0, 1e6), start_s=st.floats(0, 1e4))
+def test_growing_never_makes_a_job_last_longer(workers: int, more: int, remaining_s: float, start_s: float) -> None:
+    larger = workers + more
+    if is_worth_growing(workers, larger, remaining_s, start_s):
+        assert start_s + remaining_s * workers / larger < remaining_s
+        assert is_worth_growing(workers, larger, 2 * remaining_s, start_s), "the more is left, the more it is worth"
+    assert not is_worth_growing(workers, larger, 0.0, start_s)

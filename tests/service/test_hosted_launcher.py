@@ -60,12 +60,16 @@ class Cluster(FakeLauncher):
             raise self.refusal
         return Probe(state=ProbeState.RUNNING, message=f"{ref.attempt_id} {ref.epoch}")
 
+    def resources_of_nodes(self) -> list[dict[str, float]]:
+        cpu, cuda = POOLS[0].slot_resource, POOLS[1].slot_resource
+        return [
+            {cpu: 7.0, "CPU": 2.0, "node:10.0.0.7": 1.0, "node:__internal_head__": 1.0},
+            {cuda: 8.0, "GPU": 5.0, "node:10.0.0.10": 1.0},
+            {cuda: 2.0, "GPU": 4.0, "node:10.0.0.11": 1.0},
+        ]
+
     def list(self) -> list[AttemptRef]:
         return [REF]
-
-    def resources(self) -> dict[str, float]:
-        ours = {"node:10.0.0.7": 1.0, "node:10.0.0.10": 1.0, "node:__internal_head__": 1.0}
-        return {POOLS[0].slot_resource: 7.0, "CPU": 2.0, **ours}
 
 
 @contextmanager
@@ -99,10 +103,10 @@ def test_every_call_reaches_the_cluster_and_its_answer_comes_back(tmp_path: Path
         assert launcher.probe(REF) == Probe(state=ProbeState.RUNNING, message="att_1 3")
         assert launcher.list() == [REF]
         assert launcher.stop(REF, 1.5) is None  # type: ignore[func-returns-value]
-        nodes = ("10.0.0.10", "10.0.0.7")
-        slots = {POOLS[0].name: 7, POOLS[1].name: 0}
+        nodes = ("10.0.0.10", "10.0.0.11", "10.0.0.7")
         assert launcher.capacity() == [
-            PoolCapacity(pool=pool, slots_present=number, nodes=nodes) for pool, number in slots.items()
+            PoolCapacity(pool=POOLS[0].name, slots_present=7, nodes=nodes),
+            PoolCapacity(pool=POOLS[1].name, slots_present=7, nodes=nodes, slots_without_device=3),
         ]
     assert cluster.stops == [(REF, 1.5)]
 

@@ -55,11 +55,21 @@ class Start:
         return AttemptRef(attempt_id=self.attempt_id, epoch=self.epoch)
 
 
-def capacity_of(pools: Sequence[PoolConfig], resources: dict[str, float]) -> list[PoolCapacity]:
-    """Read each pool's slots and the nodes' addresses from the resources that Ray's nodes have now."""
-    nodes = tuple(sorted(name.removeprefix(_NODE) for name in resources if name.startswith(_NODE) and name != _HEAD))
-    slots = {pool.name: int(resources.get(pool.slot_resource, 0)) for pool in pools}
-    return [PoolCapacity(pool=pool, slots_present=number, nodes=nodes) for pool, number in slots.items()]
+def capacity_of(pools: Sequence[PoolConfig], nodes: Sequence[dict[str, float]]) -> list[PoolCapacity]:
+    """Read each pool's slots and the nodes' addresses from the resources that each of Ray's nodes has.
+
+    A node that offers more slots of GPUs than it has GPUs promises what no rank gets: Ray would wait for the others for good.
+    """
+    names = {name for node in nodes for name in node if name.startswith(_NODE) and name != _HEAD}
+    addresses = tuple(sorted(name.removeprefix(_NODE) for name in names))
+    found = []
+    for pool in pools:
+        offered = [int(node.get(pool.slot_resource, 0)) for node in nodes]
+        held = [min(slots, int(node.get("GPU", 0))) for slots, node in zip(offered, nodes, strict=True)]
+        present = sum(held if pool.accelerator == "cuda" else offered)
+        missing = sum(offered) - present
+        found.append(PoolCapacity(pool=pool.name, slots_present=present, nodes=addresses, slots_without_device=missing))
+    return found
 
 
 class HostedLauncher:
@@ -92,7 +102,9 @@ class HostedLauncher:
 
     def capacity(self) -> Sequence[PoolCapacity]:
         """Count the slots of the nodes that are there now."""
-        return capacity_of(self._pools, self._call(CALL_S, "resources"))
+        answer = self._call(CALL_S, "resources")
+        # The host of an older version, which a killed server has left, answers for its one node.
+        return capacity_of(self._pools, [answer] if isinstance(answer, dict) else answer)
 
     def close(self) -> None:
         """Nothing is open between calls. Attempts go on."""

@@ -68,7 +68,7 @@ def answer(launcher: "RayLauncher", question: dict[str, Any]) -> dict[str, Any]:
         "probe": lambda: launcher.probe(**arguments).model_dump(mode="json"),
         "stop": lambda: launcher.stop(**arguments),
         "list": lambda: [ref.model_dump() for ref in launcher.list()],
-        "resources": launcher.resources,
+        "resources": launcher.resources_of_nodes,
     }
     try:
         return {"value": calls[question["method"]]()}
@@ -99,7 +99,7 @@ def host(folder: Path, pools: tuple[PoolConfig, ...], warm_idle_s: float) -> NoR
     node: Any = start_node(folder / TEMP_DIR, pools)  # Ray has annotations for a part of it
     address = str(node.address)
     launcher = RayLauncher(lambda: address, pools, warm_idle_s=warm_idle_s, warms_ahead=True)
-    launcher.resources()  # connects
+    launcher.resources_of_nodes()  # connects
     threading.Thread(target=Calls(folder / SOCKET_FILE, launcher).serve_forever, name="octet-calls", daemon=True).start()
     unfinished = folder / f"{ADDRESS_FILE}.new"
     unfinished.write_text(address)

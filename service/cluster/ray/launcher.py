@@ -105,14 +105,14 @@ class RayLauncher:
         reason, message = FailureReason.CLUSTER_LOST, "the attempt's supervisor died"
         node_id = self._nodes.get(ref)
         with suppress(LauncherError):  # a list that does not come shows nothing
-            if node_id is not None and node_id not in self._nodes_alive():
+            if node_id is not None and node_id not in {node["NodeID"] for node in self._nodes_there()}:
                 reason, message = FailureReason.NODE_LOST, f"the node of the attempt's supervisor ({node_id[:8]}) is gone"
         return Probe(state=ProbeState.EXITED, reason=reason, message=message)
 
-    def _nodes_alive(self) -> set[str]:
+    def _nodes_there(self) -> list[dict[str, Any]]:
         list_nodes: Any = ray.nodes  # Ray's own annotations lack it
         nodes: list[dict[str, Any]] = self._call(CALL_S, list_nodes)
-        return {node["NodeID"] for node in nodes if node["Alive"]}
+        return [node for node in nodes if node["Alive"]]
 
     def stop(self, ref: AttemptRef, grace_s: float) -> None:
         """End the attempt's processes and free its slots. An attempt that is not there counts as stopped."""
@@ -131,6 +131,10 @@ class RayLauncher:
         self._call(grace_s + 2 * CALL_S, end)
         self._nodes.pop(ref, None)
 
+    def resources_of_nodes(self) -> list[dict[str, float]]:
+        """Return Ray's resources of each node that is there now."""
+        return [node["Resources"] for node in self._nodes_there()]
+
     def list(self) -> Sequence[AttemptRef]:
         """List every attempt that has a supervisor on the cluster."""
         names: list[str] = self._call(CALL_S, ray.util.list_named_actors)
@@ -139,12 +143,7 @@ class RayLauncher:
 
     def capacity(self) -> Sequence[PoolCapacity]:
         """Count the slots of the nodes that are there now."""
-        return capacity_of(self._pools, self.resources())
-
-    def resources(self) -> dict[str, float]:
-        """Count Ray's resources of all nodes that are there now."""
-        found: dict[str, float] = self._call(CALL_S, ray.cluster_resources)
-        return found
+        return capacity_of(self._pools, self.resources_of_nodes())
 
     def request_slots(self, slots: Mapping[str, int]) -> None:
         """Ask the autoscaler for room for this many ranks, by pool. The request holds until the next one."""

@@ -1,4 +1,4 @@
-"""Add the actor of an event, the addresses of a cluster's nodes, and the key that took another's place."""
+"""Add the actor of an event, the key that took another's place, and more of what a cluster has."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -13,3 +13,4 @@ def upgrade() -> None:
     op.add_column("events", sa.Column("actor", sa.Text(), nullable=True))
     op.add_column("api_keys", sa.Column("replaced_by", sa.String(length=31), nullable=True))
     op.add_column("pool_capacities", sa.Column("nodes", sa.JSON(), nullable=True))
+    op.add_column("pool_capacities", sa.Column("slots_without_device", sa.Integer(), nullable=False, server_default="0"))
