@@ -70,7 +70,7 @@ class Spool:
         line = (json.dumps(report.model_dump(mode="json")) + "\n").encode()
         try:
             if self._file is None:
-                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
             if os.write(self._file, line) < len(line):
                 os.ftruncate(self._file, self._num_bytes)

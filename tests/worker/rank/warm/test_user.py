@@ -12,6 +12,7 @@ import pytest
 
 from octet.api_schemas import JobSpec, LaunchOrder, PoolConfig
 from octet.api_schemas.resources import RankUser
+from octet.service.jobs.job_folders import delete_folder
 from octet.worker.rank.warm.order import run_order
 from octet.worker.rank.warm.user import NotThatUser, become, give, name_of
 
@@ -112,6 +113,49 @@ def test_a_process_becomes_the_user_for_good(make_order: MakeOrder, open_folder:
 
     assert in_a_child(check) == "done"
     assert owner(open_folder / "jobs/job_1/file") == (20_001, 20_002)
+
+
+CONTROL = 10_001
+"""The user and the group of an api and a dispatcher that do not run as root."""
+
+
+@NEEDS_ROOT
+def test_a_control_plane_that_is_not_root_reads_and_deletes_what_the_user_wrote_and_no_other_tenant_does(
+    make_order: MakeOrder, open_folder: Path
+) -> None:
+    os.chown(open_folder, CONTROL, CONTROL)
+    order = make_order(open_folder / "jobs/job_1")
+    saved = open_folder / "jobs/job_1/checkpoints/step_1"
+
+    def write() -> None:
+        become(order, USER)
+        saved.mkdir(parents=True)
+        (saved / "weights").write_text("written as the user")
+
+    def run_as(uid: int, gid: int, act: Callable[[], object]) -> str:
+        def become_and_act() -> None:
+            os.setgroups([])
+            os.setresgid(gid, gid, gid)
+            os.setresuid(uid, uid, uid)
+            act()
+
+        return in_a_child(become_and_act)
+
+    assert in_a_child(write) == "done"
+    for act in (saved.joinpath("weights").read_bytes, lambda: os.listdir(open_folder / "jobs/job_1")):
+        assert run_as(USER.uid + 1, USER.gid + 1, act) == "", "another tenant"
+        assert run_as(USER.uid + 1, USER.gid, act) == "", "another tenant of the same group"
+    assert run_as(CONTROL, CONTROL, saved.joinpath("weights").read_bytes) == "done"
+    assert run_as(CONTROL, CONTROL, lambda: delete_folder(open_folder / "jobs/job_1")) == "done"
+    assert os.listdir(open_folder / "jobs") == []
+
+
+@NEEDS_ROOT
+def test_a_group_that_the_user_is_in_shares_nothing(make_order: MakeOrder, open_folder: Path) -> None:
+    os.chown(open_folder, CONTROL, USER.gid)
+    order = make_order(open_folder / "jobs/job_1")
+    assert in_a_child(lambda: become(order, USER)) == "done"
+    assert stat.S_IMODE((open_folder / "jobs/job_1").stat().st_mode) == 0o700
 
 
 @NEEDS_ROOT
