@@ -1,18 +1,26 @@
-"""Sign a person in at the identity provider of a server, by the device authorization grant (RFC 8628), and keep the token.
+"""Sign a person in at the identity provider of a server, and keep the token.
+
+By the device authorization grant (RFC 8628), which works with a browser on any device; at a provider without it by a code that
+the browser of this machine brings back to it (RFC 8252), with PKCE (RFC 7636), so that the code alone is of no use.
 
 Tokens are in one file of the user's own folder for settings, which nobody else can read. Each is sent to the server that it
 was fetched for and to no other, and is refreshed shortly before it expires, if the provider gave what that takes.
 """
 
 import base64
+import hashlib
+import hmac
 import json
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import httpx
 import typer
@@ -28,6 +36,8 @@ _ANSWER_S = 10.0
 _EARLY_S = 30.0
 """A token is refreshed so long before it expires: the next request may take that long to arrive."""
 _SLOWER_S = 5.0  # RFC 8628, section 3.5
+_SIGN_IN_S = 600.0
+"""The time that a person has to sign in in a browser."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +54,11 @@ class StoredToken:
 
 @dataclass(frozen=True)
 class DeviceCode:
-    """Shown to a person: the address to go to and the code to enter there."""
+    """Shown to a person: the address to go to and the code to enter there. None: there is nothing to enter."""
 
     address: str
-    code: str
-    whole_address: str | None
+    code: str | None = None
+    whole_address: str | None = None
     """The address with the code in it, if the provider has one."""
 
 
@@ -60,13 +70,19 @@ class Provider:
         self._sign_in = sign_in
         self._http = _http_to(sign_in.issuer)
         discovery = _answer_of(self._http, "GET", sign_in.issuer.rstrip("/") + _DISCOVERY)
-        self._device_endpoint = str(discovery.get("device_authorization_endpoint"))
         self._token_endpoint = str(discovery.get("token_endpoint"))
-        if discovery.get("issuer") != sign_in.issuer or not all(map(_is_safe, (self._device_endpoint, self._token_endpoint))):
+        self._device_endpoint = discovery.get("device_authorization_endpoint")
+        self._code_endpoint = discovery.get("authorization_endpoint")
+        endpoints = [str(each) for each in (self._device_endpoint, self._code_endpoint) if each is not None]
+        if (
+            discovery.get("issuer") != sign_in.issuer
+            or not endpoints
+            or not all(map(_is_safe, (*endpoints, self._token_endpoint)))
+        ):
             self._http.close()
             raise SignInFailed(
-                f"the identity provider {sign_in.issuer} has no device authorization (RFC 8628) by https in its discovery "
-                "document. Ask the operator of the server to allow it, or for an API key"
+                f"the identity provider {sign_in.issuer} has no device authorization (RFC 8628), and no authorization codes, "
+                "by https in its discovery document. Ask the operator of the server to allow one of them, or for an API key"
             )
 
     def __enter__(self) -> "Provider":
@@ -76,9 +92,12 @@ class Provider:
         self._http.close()
 
     def sign_in(self, show: Callable[[DeviceCode], None], sleep: Callable[[float], None] = time.sleep) -> StoredToken:
-        """Show a person the code, and wait until they have signed in. Raises SignInFailed if they do not."""
+        """Show a person where to go, and wait until they have signed in. Raises SignInFailed if they do not."""
+        return self._by_device(show, sleep) if self._device_endpoint is not None else self._by_code(show)
+
+    def _by_device(self, show: Callable[[DeviceCode], None], sleep: Callable[[float], None]) -> StoredToken:
         asked = {"client_id": self._sign_in.client_id, "scope": " ".join(self._sign_in.scopes)}
-        given = _answer_of(self._http, "POST", self._device_endpoint, asked)
+        given = _answer_of(self._http, "POST", str(self._device_endpoint), asked)
         show(DeviceCode(given["verification_uri"], given["user_code"], given.get("verification_uri_complete")))
         wait_s, ends_at = float(given.get("interval", _SLOWER_S)), time.monotonic() + float(given["expires_in"])
         form = {"grant_type": _DEVICE_CODE, "device_code": given["device_code"], "client_id": self._sign_in.client_id}
@@ -89,6 +108,59 @@ class Provider:
                 return _stored(answer, self._sign_in.audience, self._token_endpoint, self._sign_in.client_id)
             wait_s += _SLOWER_S * (answer["error"] == "slow_down")
         raise SignInFailed("nobody has entered the code in time. Try again: octet login")
+
+    def _by_code(self, show: Callable[[DeviceCode], None]) -> StoredToken:
+        verifier, state = secrets.token_urlsafe(48), secrets.token_urlsafe(16)
+        challenge = base64.urlsafe_b64encode(hashlib.sha256(verifier.encode()).digest()).rstrip(b"=").decode()
+        with _Redirected() as redirected:
+            asked = {"response_type": "code", "client_id": self._sign_in.client_id, "scope": " ".join(self._sign_in.scopes)}
+            asked |= {"redirect_uri": redirected.address, "state": state}
+            asked |= {"code_challenge": challenge, "code_challenge_method": "S256"}
+            show(DeviceCode(f"{self._code_endpoint}?{urlencode(asked)}"))
+            brought = redirected.wait(state)
+        if brought.get("iss", self._sign_in.issuer) != self._sign_in.issuer:
+            raise SignInFailed("another identity provider has answered; nothing is sent to it. Sign in again: octet login")
+        if "code" not in brought:
+            words = brought.get("error_description") or brought.get("error") or "no code"
+            raise SignInFailed(f"the identity provider refuses it: {words}. Sign in again: octet login")
+        form = {"grant_type": "authorization_code", "code": brought["code"], "code_verifier": verifier}
+        form |= {"redirect_uri": redirected.address, "client_id": self._sign_in.client_id}
+        answer = _answer_of(self._http, "POST", self._token_endpoint, form)
+        return _stored(answer, self._sign_in.audience, self._token_endpoint, self._sign_in.client_id)
+
+
+class _Redirected(HTTPServer):
+    """Listens on a free port of loopback until the browser is sent there by the provider."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _BrowserAnswer)
+        self.address = f"http://127.0.0.1:{self.server_port}/"
+        self.brought: dict[str, str] = {}
+        self.timeout = 1.0
+
+    def wait(self, state: str) -> dict[str, str]:
+        """Return what the browser brings of a sign-in; what has another state is of none of ours. Raises SignInFailed."""
+        ends_at = time.monotonic() + _SIGN_IN_S
+        while time.monotonic() < ends_at:
+            self.handle_request()
+            if hmac.compare_digest(self.brought.get("state", ""), state):
+                return self.brought
+        raise SignInFailed("nobody has signed in in time. Try again: octet login")
+
+
+class _BrowserAnswer(BaseHTTPRequestHandler):
+    server: _Redirected
+    timeout = 5
+
+    def do_GET(self) -> None:
+        self.server.brought = dict(parse_qsl(urlsplit(self.path).query))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain")
+        self.end_headers()
+        self.wfile.write(b"You can close this and go back to the terminal.")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep the code out of the terminal."""
 
 
 class TokenFile:

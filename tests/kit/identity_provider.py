@@ -1,5 +1,7 @@
-"""A small OpenID Connect provider over HTTP, with real keys: discovery, keys, device authorization and tokens."""
+"""A small OpenID Connect provider over HTTP, with real keys: discovery, keys, codes of devices and browsers, and tokens."""
 
+import base64
+import hashlib
 import json
 import secrets
 import threading
@@ -9,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, parse_qsl, urlsplit
 
+import httpx
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from jwt.algorithms import ECAlgorithm, RSAAlgorithm
@@ -45,6 +48,10 @@ class IdentityProvider(ThreadingHTTPServer):
         """The codes that people were given."""
         self.approved: dict[str, dict[str, Any]] = {}
         """The claims of those who have entered their code, by code."""
+        self.has_devices = True
+        """Offer device authorization; authorization codes if not."""
+        self.challenges: dict[str, tuple[str, str]] = {}
+        """The challenge (PKCE) and the address of each authorization code."""
         self.slow_downs = 0
         self.refreshes: dict[str, dict[str, Any]] = {}
         self.add_key("first", ec.generate_private_key(ec.SECP256R1()))
@@ -72,6 +79,15 @@ class IdentityProvider(ThreadingHTTPServer):
         """Enter a code, as somebody in some groups does in a browser."""
         self.approved[user_code] = {"groups": list(groups)}
 
+    def log_in(self, address: str, *groups: str, **brought: str) -> None:
+        """Open the address of a sign-in by a code, as somebody in some groups does in a browser. brought: of the answer."""
+        asked = dict(parse_qsl(urlsplit(address).query))
+        assert (asked["response_type"], asked["client_id"], asked["code_challenge_method"]) == ("code", CLIENT, "S256")
+        code = secrets.token_hex(8)
+        self.challenges[code] = asked["code_challenge"], asked["redirect_uri"]
+        self.approved[code] = {"groups": list(groups)}
+        httpx.get(asked["redirect_uri"], params={"code": code, "state": asked["state"]} | brought, trust_env=False)
+
     def answer(self, path: str, form: dict[str, str]) -> tuple[int, bytes]:
         """Answer a request."""
         self.asked[path] += 1
@@ -85,6 +101,8 @@ class IdentityProvider(ThreadingHTTPServer):
     def _document(self, path: str, form: dict[str, str]) -> tuple[int, dict[str, Any]]:
         if path == _DISCOVERY:
             endpoints = {"device_authorization_endpoint": self.issuer + DEVICE, "token_endpoint": self.issuer + TOKEN}
+            if not self.has_devices:
+                endpoints = {"authorization_endpoint": f"{self.issuer}/authorize", "token_endpoint": self.issuer + TOKEN}
             return 200, {"issuer": self.issuer, "jwks_uri": self.issuer + KEYS, **endpoints}
         if path == KEYS:
             self.waits.wait()
@@ -102,6 +120,11 @@ class IdentityProvider(ThreadingHTTPServer):
         if form["grant_type"] == "refresh_token":
             claims = self.refreshes.pop(form["refresh_token"], None)  # each works once
             return (200, self._given(claims)) if claims is not None else (400, {"error": "invalid_grant"})
+        if form["grant_type"] == "authorization_code":
+            challenge, address = self.challenges.pop(form["code"])
+            sent = base64.urlsafe_b64encode(hashlib.sha256(form["code_verifier"].encode()).digest()).rstrip(b"=").decode()
+            is_right = (sent, form["redirect_uri"]) == (challenge, address)
+            return (200, self._given(self.approved.pop(form["code"]))) if is_right else (400, {"error": "invalid_grant"})
         code = form["device_code"].removeprefix("device ")
         if self.slow_downs:
             self.slow_downs -= 1

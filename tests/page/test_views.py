@@ -370,6 +370,18 @@ def test_keys_stay_in_the_tab_and_tenants_apart(page: "Page", own_site: Callable
     stranger.get_by_label("API key").wait_for()
 
 
+def test_who_has_no_key_reads_how_people_sign_in(page: "Page", own_site: Callable[..., Site]) -> None:
+    provider = {"oidc_issuer": "https://login.example.com", "oidc_audience": "octet", "oidc_roles": {"*": "guests:viewer"}}
+    site = own_site(**KEYS, **provider)
+    page.goto(f"{site.url}/")
+    page.get_by_text(
+        f"People sign in at https://login.example.com: enter what octet login --token --url {site.url} prints."
+    ).wait_for()
+    page.goto(f"{own_site(**KEYS).url}/")
+    page.get_by_label("API key").wait_for()
+    page.wait_for_function("!document.querySelector('form.key').textContent.includes('sign in')")
+
+
 def test_a_panel_that_fails_says_so_alone(page: "Page", site: Site) -> None:
     page.route(
         re.compile(r"/checkpoints"), lambda route: route.fulfill(status=503, json={"title": "Not ready", "detail": "later"})

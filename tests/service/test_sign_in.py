@@ -74,7 +74,9 @@ def test_a_person_signs_in_works_and_signs_out(
     entering.join()
     assert signed_in.exit_code == 0, signed_in.output
     assert f"enter {provider.codes[-1]}" in " ".join(signed_in.stderr.split())
-    assert "You are signed in to http://127.0.0.1" in signed_in.stdout
+    assert "You are signed in to http://127.0.0.1" in signed_in.stderr
+    shown = octet("login", "--token")
+    assert (shown.exit_code, shown.stdout.count("."), len(provider.codes)) == (0, 2, 1), "a token, and nobody is asked again"
     assert octet("list").exit_code == 0
     file = tmp_path / "config/octet/tokens.json"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -83,6 +85,41 @@ def test_a_person_signs_in_works_and_signs_out(
     assert "signed out" in octet("logout").stdout
     assert octet("list").exit_code == 2
     assert "not signed in" in octet("logout").stdout
+
+
+def browsing(provider: IdentityProvider, *groups: str, **brought: str) -> Callable[[DeviceCode], None]:
+    """Open the address that a person is shown, as a browser does meanwhile."""
+    return lambda shown: threading.Thread(target=provider.log_in, args=(shown.address, *groups), kwargs=brought).start()
+
+
+def test_at_a_provider_without_devices_a_browser_brings_a_code_that_is_of_no_use_alone(
+    provider: IdentityProvider, sign_in: SignIn
+) -> None:
+    provider.has_devices = False
+    with Provider(sign_in) as at:
+        token = at.sign_in(browsing(provider, "vision"))
+        assert token.refresh_token is not None
+        assert not provider.challenges, "the verifier was that of the challenge"
+        with pytest.raises(SignInFailed, match=r"refuses it: access_denied\. Sign in again"):
+            at.sign_in(browsing(provider, "vision", code="", error="access_denied"))
+        with pytest.raises(SignInFailed, match="another identity provider has answered"):
+            at.sign_in(browsing(provider, "vision", iss="https://evil.example.com"))
+
+
+def test_what_brings_another_state_signs_nobody_in(provider: IdentityProvider, sign_in: SignIn) -> None:
+    """A page that sends the browser there with a code of its own would sign the person in as somebody else."""
+    provider.has_devices = False
+
+    def show(shown: DeviceCode) -> None:
+        def browse() -> None:
+            provider.log_in(shown.address, "of somebody else", state="guessed")
+            provider.log_in(shown.address, "vision")
+
+        threading.Thread(target=browse).start()
+
+    with Provider(sign_in) as at:
+        token = at.sign_in(show)
+    assert provider.refreshes[str(token.refresh_token)] == {"groups": ["vision"]}
 
 
 def test_nobody_is_signed_in_without_a_role(octet: Callable[..., Result], provider: IdentityProvider) -> None:

@@ -18,8 +18,8 @@ from tests.kit.ports import free_port
 
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 COMMANDS = {
-    "serve", "api", "ingest", "dispatcher", "demo", "compare", "submit", "validate", "plan", "watch", "pause", "resume", "cancel",
-    "clone", "retry", "change", "delete", "list", "show", "logs", "events", "metrics",
+    "serve", "api", "ingest", "dispatcher", "demo", "compare", "submit", "validate", "plan", "watch", "pause", "resume",
+    "cancel", "clone", "retry", "change", "delete", "list", "show", "logs", "events", "metrics",
     "checkpoints", "download", "export", "exports", "attempts", "models", "levels", "pools", "usage", "version",
     "doctor", "debug", "backup", "restore", "login", "logout",
 }  # fmt: skip

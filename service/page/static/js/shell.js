@@ -1,6 +1,6 @@
 /** The frame around a view: the keys, the theme, the state of the connection, the form for the API key. */
 
-import { key, setKey } from "./api.js";
+import { ask, key, setKey } from "./api.js";
 import { fill, h, say } from "./dom.js";
 import { onStatus } from "./live.js";
 import { go, keys, leaving, main, show } from "./main.js";
@@ -63,10 +63,17 @@ function openHelp() {
   dialog.showModal();
 }
 
+const command = () => `octet login --token --url ${location.origin}`;
+
 /** Build the form that asks for the API key. */
 function keyForm() {
   const field = h("input", { type: "password", id: "key", autocomplete: "off", required: true, size: 40 });
   const wrong = key() ? h("p", { class: "bad", role: "alert" }, "The server does not know the key that this tab had.") : null;
+  const people = h("p");
+  ask("/v1/sign-in").then(
+    ({ issuer }) => fill(people, "People sign in at ", issuer, ": enter what ", h("code", {}, command()), " prints."),
+    () => people.remove(), // the server has no identity provider
+  );
   const enter = (/** @type {Event} */ event) => {
     event.preventDefault();
     setKey(field.value.trim());
@@ -78,6 +85,7 @@ function keyForm() {
     h("h1", {}, "This server asks for an API key"),
     wrong,
     h("p", {}, "Its operator gives keys out. It stays in this tab until you close it."),
+    people,
     h("label", { for: "key" }, "API key"),
     field,
     h("button", { class: "main" }, "Enter"),
