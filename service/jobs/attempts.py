@@ -6,14 +6,18 @@ events. Only `finish` decides if a failed job is tried again.
 
 import logging
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from math import inf
 from typing import get_args
 
 from sqlalchemy.orm import Session
 
 from octet.api_schemas import AttemptState, Blame, DesiredState, FailureReason, JobSpec, JobState, JobSummary, JsonScalar
+from octet.api_schemas.base import merge_patch
 from octet.api_schemas.job_plan import JobPlan, quotient
+from octet.api_schemas.levels import AUTOMATIC
 from octet.api_schemas.planned_states import NotPlanned, states_of
 from octet.api_schemas.report import StartPhase
 from octet.service import store
@@ -271,7 +275,8 @@ def _fail(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, no
     verdict = _count_and_judge(session, job, attempt, ending.reason)
     if verdict.wait_s is None:
         job.reason = ending.reason
-        job.message = "; ".join(part for part in (verdict.why, ending.message) if part) or None
+        memory = _states_by_level(job) if ending.reason is FailureReason.OUT_OF_MEMORY else None
+        job.message = "; ".join(part for part in (verdict.why, memory, ending.message) if part) or None
         _end_job(session, job, JobEvent.FAIL, now, verdict.why)
     elif job.state is JobState.PAUSING:
         hold(session, job, JobEvent.REQUEUE, now)
@@ -284,6 +289,22 @@ def _fail(session: Session, job: JobRow, attempt: AttemptRow, ending: Ending, no
         if ending.reason is FailureReason.STORAGE_FULL:
             message = f"tried again once there is space, in {verdict.wait_s:.2g} s at the earliest. {ending.reason.hint}"
         store.jobs.add_event(session, job, now, "job.queued", message)
+
+
+def _states_by_level(job: JobRow) -> str | None:
+    """Say what a rank's states take at the job's level, and at the most precise one with a fifth less; None if nobody can."""
+    plan = None if job.plan is None else JobPlan.read_stored(job.plan)
+    taken: dict[str, float] = {}
+    for level in dict.fromkeys((job.level, *AUTOMATIC)):
+        with suppress(ValueError):  # a level that the job cannot have, or states that only a rank can count
+            spec = JobSpec.model_validate(merge_patch(job.spec, {"precision": {"level": level}}))
+            taken[level] = sum(states_of(spec, spec.model.sizes).held.values()) / 1e9
+    if job.level not in taken:
+        return None
+    device = f" of {plan.memory_per_device_bytes / 1e9:.3g} GB" if plan is not None else ""
+    words = f"weights, gradients and optimizer states alone take {taken[job.level]:.3g} GB{device} at {job.level}"
+    less = next((level for level in AUTOMATIC if taken.get(level, inf) < 0.8 * taken[job.level]), None)
+    return words if less is None else f"{words} and {taken[less]:.3g} GB at {less}"
 
 
 def _climb(session: Session, job: JobRow, reason: FailureReason, now: datetime) -> bool:

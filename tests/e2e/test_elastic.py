@@ -20,7 +20,7 @@ def eager_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.mark.system
 def test_a_job_grows_into_the_slot_that_another_leaves(eager_server: Server, long_job: dict[str, Any]) -> None:
     server = eager_server
-    training = long_job["training"] | {"micro_batch_size": 4, "steps": 3000, "checkpoint_every": 25}
+    training = long_job["training"] | {"micro_batch_size": 4, "steps": 1500, "checkpoint_every": 25}
     expected = train_undisturbed(server, long_job | {"training": training})
     short = server.client.submit(long_job | {"training": long_job["training"] | {"steps": 200}})
     server.wait_for_attempt(short.id, 1)

@@ -1,12 +1,16 @@
 """Budgets of failures by reason, crash loops and back-off: the decision as properties, and what becomes of a job."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from octet.api_schemas import Blame, FailureReason, FinishedReport, JobSpec, JobState, RetrySpec
+from octet.api_schemas.planned_states import validated
 from octet.service import store
 from octet.service.jobs.retries import CRASH_LOOP, LONGEST_BACKOFF_S, FailedAttempt, budget_of, judge
+from tests.service.databases import ON_SQLITE
 from tests.service.world import Rank, World
 
 RETRYABLE = [reason for reason in FailureReason if reason.retryable]
@@ -196,3 +200,28 @@ def test_a_lost_node_is_no_failure_of_the_job_and_has_a_budget_of_its_own(world:
     assert (plain.state, plain.num_attempts, never.state, never.reason) == ("starting", 2, "failed", FailureReason.NODE_LOST)
     assert [(each.reason, each.retries) for each in plain.failures] == [(FailureReason.NODE_LOST, 10)]
     assert never.hint == FailureReason.NODE_LOST.hint
+
+
+@ON_SQLITE
+def test_a_job_out_of_memory_says_what_its_states_take_and_what_they_would_take_at_a_level_with_less(world: World) -> None:
+    job_id, rank = world.start(model={"preset": "gpt-13b"}, precision={"level": "bf16-amp"})
+    fail(world, rank, FailureReason.OUT_OF_MEMORY, "CUDA out of memory")
+    job = world.job(job_id)
+    found = re.fullmatch(
+        r"weights, gradients and optimizer states alone take (\d+) GB at bf16-amp and ([\d.]+) GB at (\S+); CUDA out of memory",
+        str(job.message),
+    )
+    assert found is not None, job.message
+    assert float(found[2]) < 0.8 * float(found[1])
+    document = job.spec.model_dump(mode="json")
+    for level, shown in (("bf16-amp", found[1]), (found[3], found[2])):
+        states = validated(JobSpec.model_validate(document | {"precision": {"level": level}})).states
+        assert states is not None
+        assert f"{sum(states.values()) / 1e9:.3g}" == shown
+
+
+@ON_SQLITE
+def test_states_that_nobody_can_compute_are_left_out(world: World) -> None:
+    job_id, rank = world.start(precision={"level": "O2", "norms": "bf16"})
+    fail(world, rank, FailureReason.OUT_OF_MEMORY, "CUDA out of memory")
+    assert world.job(job_id).message == "CUDA out of memory"
