@@ -115,6 +115,13 @@ def test_an_admin_manages_the_keys_of_its_own_tenant(keyed: TestClient) -> None:
         assert keyed.post(f"/v1/keys/{other['id']}/{action}", headers=admin).status_code == 404
     refused = keyed.post("/v1/keys", json={"name": "eve", "role": "admin", "tenant": "default"}, headers=admin)
     assert (refused.status_code, refused.json()["errors"][0]["allowed"]) == (422, "one")
+    scraper = make(keyed, "scraper")
+    for path, body in (("/v1/keys", {"name": "eve", "role": "scraper"}), (f"/v1/keys/{scraper['id']}/rotate", {})):
+        refused = keyed.post(path, json=body, headers=admin)
+        assert (refused.status_code, "metrics of all tenants" in refused.json()["detail"]) == (403, True), (
+            "it would see others' jobs"
+        )
+    assert keyed.post(f"/v1/keys/{scraper['id']}/revoke", headers=admin).status_code == 200
     own = keyed.post("/v1/keys", json={"name": "bob", "role": "viewer"}, headers=admin).json()
     assert (own["tenant"], own["created_by"].partition(" ")[0]) == ("one", "ada")
     assert {key["tenant"] for key in keyed.get("/v1/keys", headers=admin).json()["data"]} == {"one"}
