@@ -35,6 +35,7 @@ from octet.service.settings import Settings
 from octet.service.telemetry.loops import LoopHealth
 from tests.kit.ports import free_port
 from tests.kit.waiting import LONG_S, wait_until
+from tests.service.conftest import empty
 from tests.service.postgres_server import server_or_skip
 from tests.service.test_connections import connect, report, status
 from tests.service.world import TurnedClock, World, step
@@ -180,6 +181,8 @@ def test_ranks_report_and_leases_last_while_no_api_process_turns(
             api.process.send_signal(signal.SIGCONT)
         assert httpx.get(f"{url}/v1/jobs/{job_id}", headers=headers, trust_env=False).json()["progress"]["step"] == 3
         assert [ingest.end(), api.end()] == [0, 0]
+    with database.write() as session:
+        empty(session)  # the other tests of this module have the same database
     database.close()
 
 
