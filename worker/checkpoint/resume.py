@@ -2,10 +2,13 @@
 
 Where both levels hold the weights in the same way, everything is loaded bit for bit. Otherwise a weight's finest values (of its
 master weight, or of codes with their residual) are encoded as the new level holds them, and the moments by its codecs.
+A tensor of several matrices is split where this model has a layer for each (`fp8/stacks.py`).
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +19,13 @@ from octet.worker.fp8.bf16 import HalfLinear
 from octet.worker.fp8.layout import layout_of
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.loss_scaling import STATE_BUFFER
+from octet.worker.fp8.stacks import Stack, stacks_of
 from octet.worker.fp8.stored import CODES, drop_history, exact_state_dict, put_values
 from octet.worker.mesh import Axis, SavedTensor
-from octet.worker.mesh.saved import read_now
+from octet.worker.mesh.saved import SavedStates, read_now
 from octet.worker.models.blocks import repeated_blocks
 from octet.worker.optim import LowBitOptimizer
+from octet.worker.optim.states import part_of_state
 
 
 def resume(
@@ -39,6 +44,7 @@ def resume(
     Steps, learning rates and the seed of rounding are those of the checkpoint. What delayed scaling remembers, and which layers
     were demoted, is kept where the new level has it too. Raises ValueError for the states of another optimizer rule.
     """
+    saved_model, saved_optimizer = split_stacks(model, optimizer, saved_model, saved_optimizer)
     has_same_storage = load_model(model, optimizer, saved_model, saved_optimizer, dtypes)
     optimizer.load_state_dict(saved_optimizer)
     if not has_same_storage:
@@ -97,6 +103,58 @@ def _hidden(blocks: Collection[nn.Module], model: nn.Module) -> Iterator[None]:
             owner._modules = modules
 
 
+def split_stacks(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved_model: dict[str, Any], saved_optimizer: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the stacks of saved state dicts that this model holds as layers of their own, values and moments exactly.
+
+    Levels without FP8 save stacks, and so did all levels before they converted torch's own attention. Other state dicts are
+    returned as they are. Raises ValueError for another number of parameters.
+    """
+    stacks = {stack.name: stack for stack in stacks_of(model) if stack.name in saved_model}
+    if not stacks:
+        return saved_model, saved_optimizer
+    matrices: dict[str, Any] = {}
+    for name, saved in saved_model.items():
+        stack = stacks.get(name)
+        parts = {name: saved} if stack is None else {part: _matrix(saved, stack, i) for i, part in enumerate(stack.parts)}
+        matrices.update(parts)
+    place = {part: (stack, index) for stack in stacks.values() for index, part in enumerate(stack.parts)}
+    names, states = _names(model, optimizer), saved_optimizer["state"]
+    readers: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for group, saved_group in zip(optimizer.param_groups, saved_optimizer["param_groups"], strict=True):
+        own = [names[id(parameter)] for parameter in group["params"]]
+        firsts = [name for name in own if name not in place or place[name][1] == 0]
+        _check_length(len(saved_group["params"]), len(firsts))
+        keys, numbers, key = iter(saved_group["params"]), list[int](), None
+        for name in own:
+            stack, index = place.get(name, (None, 0))
+            key = next(keys) if index == 0 else key
+            numbers.append(sum(len(each["params"]) for each in groups) + len(numbers))
+            if key in states:
+                matrix = None if stack is None else (index, len(stack.parts))
+                readers[numbers[-1]] = partial(_states_of, states, key, matrix, saved_group)
+        groups.append(saved_group | {"params": numbers})
+    return matrices, saved_optimizer | {"state": SavedStates(readers), "param_groups": groups}
+
+
+def _matrix(saved: Any, stack: Stack, index: int) -> Any:
+    """Return one matrix of a saved stack; of one that is not read yet, a tensor to be read later."""
+    if not isinstance(saved, SavedTensor):
+        return stack.split(saved)[index]
+    shape = tuple(stack.split(torch.empty(saved.shape, device="meta"))[index].shape)
+    return replace(saved, shape=shape, read=lambda: stack.split(saved.read())[index].clone())
+
+
+def _states_of(states: Mapping[Any, Any], key: Any, matrix: tuple[int, int] | None, group: dict[str, Any]) -> dict[str, Any]:
+    """Return the saved states of a parameter, or of one matrix of a stack. matrix: its number, and how many there are."""
+    saved: dict[str, Any] = states[key]
+    if matrix is None:
+        return saved
+    return {name: part_of_state(held, *matrix, str(group.get(f"{name}_codec", "fp32"))) for name, held in saved.items()}
+
+
 def make_masters(optimizer: torch.optim.Optimizer) -> None:
     """Make the master weights of what was loaded now, so that no fp32 values wait for the first step."""
     if isinstance(optimizer, LowBitOptimizer):
@@ -110,21 +168,30 @@ def _tensors_by_name(state: dict[str, Any]) -> dict[str, torch.dtype]:
 
 def names_by_key(model: nn.Module, optimizer: torch.optim.Optimizer, saved_optimizer: dict[str, Any]) -> dict[str, int]:
     """The key of each parameter's states, by the parameter's name; groups list their parameters in the same order."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    pieces: dict[Tensor, nn.Parameter] = getattr(optimizer, "pieces", {})  # held instead of parameters under ZeRO
+    names = _names(model, optimizer)
     for group, saved_group in zip(optimizer.param_groups, saved_optimizer["param_groups"], strict=True):
-        if len(group["params"]) != len(saved_group["params"]):
-            raise ValueError(
-                f"the checkpoint's optimizer has {len(saved_group['params'])} parameters in a group, this job's "
-                f"{len(group['params'])}; allowed: the same. Levels that multiply in FP8 hold the experts of a mixture one by "
-                "one, the others in stacks: continue at a level of the same kind, or start from an export of the checkpoint."
-            )
-    names |= {id(piece): names[id(parameter)] for parameter, piece in pieces.items()}
+        _check_length(len(saved_group["params"]), len(group["params"]))
     return {
         names[id(parameter)]: key
         for group, saved_group in zip(optimizer.param_groups, saved_optimizer["param_groups"], strict=True)
         for parameter, key in zip(group["params"], saved_group["params"], strict=True)
     }
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """Return the names of what an optimizer holds, by id."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    pieces: dict[Tensor, nn.Parameter] = getattr(optimizer, "pieces", {})  # held instead of parameters under ZeRO
+    return names | {id(piece): names[id(parameter)] for parameter, piece in pieces.items()}
+
+
+def _check_length(num_saved: int, num_own: int) -> None:
+    if num_saved != num_own:
+        raise ValueError(
+            f"the checkpoint's optimizer has {num_saved} parameters in a group, this job's {num_own}; allowed: the same. "
+            "Levels that multiply in FP8 hold the experts of a mixture one by one, the others in stacks: continue at such a level, "
+            "or start from an export of the checkpoint."
+        )
 
 
 def _for_level_of(

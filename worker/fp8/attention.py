@@ -79,15 +79,18 @@ class AttentionForward(Wrapper):
         return heads
 
 
-def unstack_attention(model: nn.Module, precision: PrecisionSpec, optimizer: torch.optim.Optimizer | None = None) -> None:
+def unstack_attention(
+    model: nn.Module, precision: PrecisionSpec, optimizer: torch.optim.Optimizer | None = None, *, without_values: bool = False
+) -> None:
     """Hold the projections of torch's own attention as linear layers, for a level that multiplies in FP8.
 
     Nothing happens at other levels, and a second time. Attention whose keys or values have other widths, or a bias of their
     own, stays as it is. The optimizer follows, as in `stacks.unstack`.
+    without_values: also on `meta`, for who draws the values of a stack later.
     """
     if precision.storage.gemm != "fp8":
         return
-    found = [module for module in model.modules() if _is_plain_attention(module)]
+    found = [module for module in model.modules() if _is_plain_attention(module, without_values=without_values)]
     unstack(found, _take_apart, AttentionForward, optimizer)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(computes_by_layers(part) for part in module.modules()):
@@ -99,8 +102,11 @@ def computes_by_layers(module: nn.Module) -> bool:
     return wrapper_of(module, AttentionForward) is not None
 
 
-def _is_plain_attention(module: nn.Module) -> bool:
-    """Return True for attention of torch's own class that nobody has changed, and whose parameters have values."""
+def _is_plain_attention(module: nn.Module, *, without_values: bool) -> bool:
+    """Return True for attention of torch's own class that nobody has changed, and whose parameters have values.
+
+    without_values: they may be on `meta`.
+    """
     if type(module) is not nn.MultiheadAttention or module._parameters.get("in_proj_weight") is None:
         return False
     weight = module.get_parameter("in_proj_weight")
@@ -109,7 +115,7 @@ def _is_plain_attention(module: nn.Module) -> bool:
         module.bias_k is None
         and not module.add_zero_attn
         and weight.dtype in TRAINABLE_DTYPES
-        and not weight.is_meta
+        and (without_values or not weight.is_meta)
         and not is_deferred(weight)
         and not any(hooks for attribute, hooks in observed if "_hooks" in attribute and hooks)
         and type(weight) is nn.Parameter

@@ -4,7 +4,8 @@ An activation, or a gate (SwiGLU: silu(gate) * up), gives its amax to the layer 
 gradients to the layers before it (`handoff.py`), so that each of them reads what it quantizes once; with delayed
 scaling it writes codes of them all. Modules keep their class, parameters and hooks; only their `forward` is another. It acts on
 an accelerator, eagerly, where no hook looks between; else they run as they are: in a compiled graph the compiler does the same
-(`handoff.py`). What layers of an `nn.Sequential` compute before they quantize is not written at all (`sequence.py`).
+(`handoff.py`), and where activations are kept in FP8 it keeps what eager code keeps (`ActivateInGraph`). What layers of an
+`nn.Sequential` compute before they quantize is not written at all (`sequence.py`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -56,6 +57,8 @@ class GatedForward(Wrapper):
     """Takes the place of the `forward` of one gated MLP."""
 
     nesting = Nesting.LAYER
+    saves_in_fp8 = False
+    """True if the activations that wait for the backward pass are rounded, so that a graph has to keep the same ones."""
 
     def __init__(self, mlp: nn.Module, parts: Parts) -> None:
         self.mlp, self.parts = mlp, parts
@@ -79,7 +82,7 @@ class GatedForward(Wrapper):
 
     def _activation(self, x: Tensor) -> str | None:
         """The activation of kernels' ACTIVATIONS that gates; None where the MLP has to run as it is."""
-        if torch.compiler.is_compiling() or not is_accelerator(x.device):
+        if not _acts(self, x):
             return None
         if self.parts.activation in kernels.ACTIVATIONS:
             return self.parts.activation
@@ -91,13 +94,14 @@ class ActivationForward(Wrapper):
     """Takes the place of the `forward` of one activation module."""
 
     nesting = Nesting.LAYER
+    saves_in_fp8 = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __call__(self, input: Tensor) -> Tensor:
         activation = known_activation(self.module)
-        if activation is None or torch.compiler.is_compiling() or not is_accelerator(input.device):
+        if activation is None or not _acts(self, input):
             return type(self.module).forward(self.module, input)
         return activated(input, None, activation)
 
@@ -125,8 +129,36 @@ class Activate(torch.autograd.Function):
         return gradients[0], None if gated is None else gradients[1], None, None
 
 
+class ActivateInGraph(torch.autograd.Function):
+    """`Activate` in a graph of torch.compile: ops of torch, which the compiler joins to those before and behind."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gated: Tensor | None, activation: str) -> Tensor:
+        ctx.save_for_backward(x, gated)
+        ctx.activation = activation
+        output = kernels.ACTIVATIONS[activation].forward(x)
+        return output if gated is None else output * gated
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gated = ctx.saved_tensors
+        forward, backward = kernels.ACTIVATIONS[ctx.activation]
+        if gated is None:
+            return backward(grad, x), None, None
+        return backward(grad * gated, x), grad * forward(x), None
+
+
+def _acts(forward: "GatedForward | ActivationForward", x: Tensor) -> bool:
+    """Return True where a module does not run as it is."""
+    return is_accelerator(x.device) and (forward.saves_in_fp8 or not torch.compiler.is_compiling())
+
+
 def activated(x: Tensor, gated: Tensor | None, activation: str, consumer: OperandScaling | None = None) -> Tensor:
     """An activation of x, times what it gates, that carries its amax. consumer: of the layer after it, if it is known."""
+    if torch.compiler.is_compiling():
+        in_graph: Tensor = ActivateInGraph.apply(x, gated, activation)
+        return in_graph
     handoff = Handoff(consumer)
     known_scale = handoff.known_scale()
     output, amax, codes = Activate.apply(x, gated, activation, known_scale)

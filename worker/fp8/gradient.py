@@ -286,7 +286,7 @@ def _write_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 def _picked(args: Sequence[Any], indices: list[int]) -> list[Any]:
     """The arguments with some entries of each list."""
-    return [[arg[index] for index in indices] if isinstance(arg, list | tuple) else arg for arg in args]
+    return [[arg[index] for index in indices] if isinstance(arg, list | tuple) and arg else arg for arg in args]
 
 
 def _map_codes(op: Callable[[Tensor], Tensor]) -> Handler:

@@ -42,6 +42,8 @@ class NormForward(Wrapper):
     """Takes the place of one norm's `forward`."""
 
     nesting = Nesting.LAYER
+    saves_in_fp8 = False
+    """True if what waits for the backward pass is rounded, so that a graph has to keep the same as eager code does."""
 
     def __init__(self, norm: nn.Module, *, is_pure: bool) -> None:
         """is_pure: nothing changes the norm's output in place, so it may have a handoff in a compiled graph."""
@@ -56,7 +58,7 @@ class NormForward(Wrapper):
         if torch.compiler.is_compiling():
             output = self._in_graph(input)
             return attach_place(output) if self.is_pure else output
-        runs_fused = self.is_fused and (is_accelerator(input.device) or self._keeps_bf16(input))
+        runs_fused = self._runs_fused(input)
         weight: Any = self.norm.weight if runs_fused else None
         dtype = self._output_dtype(input, weight) if runs_fused else None
         if dtype is None:
@@ -73,8 +75,11 @@ class NormForward(Wrapper):
         return attach(output, handoff)
 
     def _in_graph(self, input: Tensor) -> Tensor:
-        """Return what eager code returns. With a bf16 stream both save the bf16 input; torch's own function saves fp32."""
-        keeps_input = self.is_fused and self._keeps_bf16(input)
+        """Return what eager code returns. With a bf16 stream, or activations in FP8, both save the input alone.
+
+        torch's own function saves an fp32 copy of a bf16 input, and on a CPU more than the input, which would be rounded.
+        """
+        keeps_input = self._runs_fused(input) and (self.saves_in_fp8 or self._keeps_bf16(input))
         weight: Any = self.norm.weight if keeps_input else None
         dtype = self._output_dtype(input, weight) if keeps_input else None
         if dtype is None:
@@ -86,6 +91,9 @@ class NormForward(Wrapper):
     def _as_it_is(self, input: Tensor) -> Tensor:
         output: Tensor = type(self.norm).forward(self.norm, input)
         return output.to(input.dtype) if self._keeps_bf16(input) else output
+
+    def _runs_fused(self, input: Tensor) -> bool:
+        return self.is_fused and (is_accelerator(input.device) or self._keeps_bf16(input))
 
     def _keeps_bf16(self, input: Tensor) -> bool:
         return self.returns_dtype_of_input and input.dtype == torch.bfloat16

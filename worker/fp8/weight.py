@@ -6,7 +6,8 @@ are changed in place, so that captured graphs, compiled graphs and aliases stay 
 
 Loading, `fill_` and collectives round to nearest. Any other write also keeps its fp32 result, `state.wide`, until our
 optimizer's next step rounds it stochastically: to nearest, small changes are lost, all 200 of an average that is made by
-`mine.copy_(0.999 * mine + 0.001 * theirs)`. Readers see `wide` while it is there.
+`mine.copy_(0.999 * mine + 0.001 * theirs)`. Readers see `wide` while it is there. A graph of torch.compile has no place for
+it: a write there warns, when the graph is made, that it is rounded at once.
 """
 
 import sys
@@ -27,6 +28,7 @@ from octet.worker.kernels.formats import E4M3, FP16, Format
 from octet.worker.kernels.torch_private import (
     correct_aliasing,
     disabled_torch_function,
+    is_functionalized,
     is_parameter,
     keeping_versions,
     local_of,
@@ -740,6 +742,13 @@ def _encode_base(weight: Float8Weight, values: Tensor, *, is_finished: bool) -> 
             "of its shape, since its codes keep their memory. Assign a new parameter to the layer instead."
         )
     keeps = state.waits_for_optimizer or not is_finished or (state.wide is not None and not is_whole)
+    if keeps and is_functionalized(state.codes):
+        warnings.warn(
+            f"a weight of shape {tuple(state.codes.shape)} held as codes is written inside of a compiled graph, which rounds "
+            "the result to the codes at once: changes below their precision are lost. Write outside of torch.compile, or in a "
+            "function under torch.compiler.disable, where the fp32 result is kept until the optimizer's next step.",
+            stacklevel=2,
+        )
     is_assigned = is_finished and (state.wide is None or state.is_assigned or is_whole)
     _hold(weight, _encoded(weight, values), values if keeps else None, is_assigned=is_assigned)
 

@@ -264,11 +264,16 @@ def matmul(a_MK: ScaledCodes, b_NK: ScaledCodes, out_dtype: torch.dtype, fast_ac
     fp32 matmul take 0.6 of the time of torch._scaled_mm on a CPU, which has no block scales.
     The largest fp32 number has an E4M3 code of 256 at 2^120. Its value, 2^128, saturates before a matmul could make NaN of
     it, as Inf · 0; where scales multiply the product, both do at once, or the first alone could make Inf of it.
+    Autocast stays outside, as it does of CUDA's kernels: in fp16 the sums of unscaled codes are Inf, and in bf16 torch adds
+    in another order than in a graph, which is traced without it.
     """
-    if a_MK.kind.is_blockwise or b_NK.kind.is_blockwise:
-        out_MN = _saturated_values(a_MK) @ _saturated_values(b_NK).t()
-    else:
-        out_MN = decode(a_MK.codes) @ decode(b_NK.codes).t()
+    is_blockwise = a_MK.kind.is_blockwise or b_NK.kind.is_blockwise
+    with torch.autocast("cpu", enabled=False):
+        if is_blockwise:
+            out_MN = _saturated_values(a_MK) @ _saturated_values(b_NK).t()
+        else:
+            out_MN = decode(a_MK.codes) @ decode(b_NK.codes).t()
+    if not is_blockwise:
         out_MN.mul_(a_MK.dequant_scale * b_NK.dequant_scale.t())
     return out_MN.to(out_dtype)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
@@ -41,6 +42,11 @@ def raise_for_raw_pointers(tensor: Tensor) -> None:
     C++ would send from that address.
     """
     torch._C._set_throw_on_mutable_data_ptr(tensor)
+
+
+def is_functionalized(tensor: Tensor) -> bool:
+    """Return True for a tensor of a graph under way of which torch makes one without writes, as all but "eager" compile."""
+    return isinstance(tensor, FunctionalTensor)
 
 
 # What a subclass returns from a view op: autograd and compiled graphs then know which memory it shows.

@@ -23,7 +23,7 @@ from octet.worker.kernels.torch_private import STEP_HOOKS, local_of
 from octet.worker.metrics.readback import DeferredValue, HostCopy
 from octet.worker.optim.codecs import CODECS, Codec, Draw, Parts, StoredState, zeros
 from octet.worker.optim.host_states import HostStates
-from octet.worker.optim.origin import Origin, is_small
+from octet.worker.optim.origin import MIN_QUANTIZED_ELEMENTS, Origin, is_small
 from octet.worker.optim.rules.rule import Defaults, Group, Rule
 from octet.worker.optim.shards import (
     CUT,
@@ -93,6 +93,29 @@ class HeldParameter:
         return master
 
 
+def part_of_state(saved: Any, index: int, num_parts: int, codec_name: str) -> Any:
+    """Return what was saved of one of several matrices that had one state, such as a moment, or the count of steps.
+
+    Entries of codes are taken as they are; where the whole is large and a part small, their values. Raises ValueError if the
+    parts do not begin with a block of the codec.
+    """
+    if not isinstance(saved, dict) and (not isinstance(saved, Tensor) or saved.dim() == 0):
+        return saved
+    parts = saved if isinstance(saved, dict) else {"codes": saved.reshape(-1)}
+    num_elements = parts["codes"].numel()
+    elements = range(index * num_elements // num_parts, (index + 1) * num_elements // num_parts)
+    is_large = num_elements >= MIN_QUANTIZED_ELEMENTS
+    codec = CODECS[codec_name if is_large else "fp32"]
+    if is_large and len(elements) < MIN_QUANTIZED_ELEMENTS:
+        return {"codes": codec.decode(parts)[elements.start : elements.stop].clone()}
+    if any(elements.start % part.num_elements for part in codec.parts.values()):
+        raise ValueError(
+            f"a saved state of {num_parts} matrices has {num_elements} elements in {codec_name}; allowed: matrices that begin "
+            "with a block of scales. Start from an export of the checkpoint."
+        )
+    return {name: codec.parts[name].select(held, elements).clone() for name, held in parts.items()}
+
+
 WRITE_STREAM = 1 << 30
 """The first random stream of writes from outside; those below are of steps, those from 1 << 31 of gradients."""
 
@@ -124,7 +147,17 @@ class OptimizerStates(torch.optim.Optimizer):
         seed: int = 0,
         all_ranks_finite: Callable[[Tensor], Tensor] | None = None,
         fused: bool | None = None,
+        **unknown: Any,
     ) -> None:
+        """unknown: hyperparameters that a wrapper, such as torch's ZeroRedundancyOptimizer, passes on; they are refused."""
+        if unknown:
+            name, value = next(iter(unknown.items()))
+            made = f"{type(self).__name__}(params, {self.rule.defaults.__name__}({name}={value!r}))"
+            raise TypeError(
+                f"{type(self).__name__} got {name}={value!r}; allowed: hyperparameters in one object, {made}. To divide an "
+                "optimizer over ranks, call octet.parallelize(model, optimizer, zero_stage=1) in the place of "
+                "ZeroRedundancyOptimizer, which leaves ranks without the master weights that others step."
+            )
         defaults = self.rule.defaults() if defaults is None else defaults
         if not isinstance(defaults, self.rule.defaults):
             allowed = self.rule.defaults.__name__

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from octet.worker import kernels
-from octet.worker.common.wrap import Nesting, Wrapper, wrap
+from octet.worker.common.wrap import Nesting, Wrapper, wrap, wrapper_of
 from octet.worker.fp8.bf16 import is_marked_activation
+from octet.worker.fp8.gate_forward import ActivationForward, GatedForward
+from octet.worker.fp8.norm_forward import NormForward
 from octet.worker.kernels.formats import E4M3
 from octet.worker.kernels.torch_private import key_of_storage, version_of
 from octet.worker.models.blocks import repeated_blocks
@@ -53,6 +55,10 @@ def keep_activations_in_fp8(model: nn.Module) -> int:
         )
     for block in blocks:
         wrap(block, SavingForward())
+        for part in block.modules():
+            for kind in (NormForward, GatedForward, ActivationForward):
+                if (forward := wrapper_of(part, kind)) is not None:
+                    forward.saves_in_fp8 = True
     return len(blocks)
 
 

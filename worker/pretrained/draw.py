@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from octet.worker.common.deferred import defer_parameters, move_buffers
 from octet.worker.data.order import seed_of
+from octet.worker.fp8.attention import unstack_attention
 from octet.worker.fp8.experts import unstack_experts
 from octet.worker.fp8.stacks import Stack, stacks_of
 from octet.worker.models import TrainedModel
@@ -42,8 +43,9 @@ def draw_model(
     model, makes an optimizer that has not stepped. seed: of the values, and of stochastic rounding. The rest: as for
     `initialize`.
     Values are drawn by the classes of transformers (`_init_weights`), or by `reset_parameters`, as torch's layers have it; a
-    parameter that neither of them writes is refused when it is drawn. Matrices of one parameter, as experts are, are drawn
-    together. Raises ValueError for what `initialize` refuses, without an optimizer of ours, and at level ao.
+    parameter that neither of them writes is refused when it is drawn. Matrices of one parameter, as experts and torch's own
+    attention have them, are drawn together. Raises ValueError for what `initialize` refuses, without an optimizer of ours, and
+    at level ao.
     """
     with parameters_on_meta():
         model = build()
@@ -56,6 +58,7 @@ def draw_model(
     else:
         plain = deepcopy(model)
         unstack_experts(model, precision)
+        unstack_attention(model, precision, without_values=True)
         values = _ValuesByClass(model, plain, seed, torch.device(device))
     prepared = prepare(model, make_optimizer(model), precision, seed=seed, tokens=tokens, source=values)
     leave_to_parallelize("draw_model is called", prepared, values)

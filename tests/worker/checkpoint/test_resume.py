@@ -2,19 +2,21 @@
 
 import copy
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from octet.api_schemas import EventReport, StepReport
 from octet.api_schemas.levels import LEVELS
-from octet.worker import plain_state_dict
+from octet.worker import initialize, plain_state_dict
 from octet.worker.checkpoint.resume import resume
 from octet.worker.common.errors import Cancelled, Diverged
 from octet.worker.fp8.stored import exact_state_dict
-from octet.worker.fp8.weight import Float8Weight
+from octet.worker.fp8.weight import Float8Weight, is_float8_weight
 from octet.worker.optim.codecs import CODECS
 from octet.worker.train.progress import DIVERGED_FACTOR
 from tests.kit.small_model import Small, make
@@ -145,3 +147,44 @@ def test_another_level_goes_on_from_before_the_loss_went_off(tmp_path: Path, spe
         assert resumed.of(StepReport)[0].step == goes_on_after + 1
         rejected = [report.data["step"] for report in resumed.of(EventReport) if report.type == "checkpoint.rejected"]
         assert rejected == list(range(first.checkpoints()[0].step, goes_on_after, -1))
+
+
+@pytest.mark.parametrize("former", ["O2", "bf16-amp"])
+@pytest.mark.parametrize(
+    "level", ["O2", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("te", "O3", "O3-split"))]
+)
+def test_attention_that_was_saved_in_one_parameter_is_split(monkeypatch: pytest.MonkeyPatch, former: str, level: str) -> None:
+    """As all levels saved torch's own before they converted it; moments are taken over to the bit."""
+
+    def build(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model: Any = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True)
+        options = {"auto_filter": False} if LEVELS[level].has_own_fp8 else {}
+        return initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level, **options)
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        (model(torch.randn(2, 8, 64)) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(import_module("octet.worker.prepare.initialize"), "unstack_attention", lambda *_: None)
+        model, optimizer = build(former)
+    train_step(model, optimizer)
+    saved_model, saved_optimizer = copy.deepcopy((exact_state_dict(model), optimizer.state_dict()))
+    saved = saved_model["self_attn.in_proj_weight"]
+    key = [name for name, _ in model.named_parameters()].index("self_attn.in_proj_weight")
+    model, optimizer = build(level)
+    resume(model, optimizer, saved_model, saved_optimizer)
+    row = LEVELS[level]
+    bound = 2.0**-11 if row.master_weight != "none" else WEIGHT_ERROR[row.weight]
+    for index, matrix in enumerate(saved.chunk(3)):
+        weight: Any = model.get_parameter(f"self_attn.in_proj.{index}.weight")
+        values = weight.whole_values() if is_float8_weight(weight) else weight.detach()
+        torch.testing.assert_close(values, matrix, rtol=bound, atol=bound * 2.0**-6 * float(matrix.abs().max()))
+        for name in ("exp_avg", "exp_avg_sq"):
+            if former == level:
+                for part, held in optimizer.state[weight][name].items():
+                    matrix = saved_optimizer["state"][key][name][part].chunk(3)[index]
+                    assert torch.equal(held.view(torch.uint8), matrix.view(torch.uint8)), (name, part)
+    train_step(model, optimizer)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.recipe import RecipeSpec
-from octet.worker import kernels
+from octet.worker import initialize, kernels
 from octet.worker.fp8.bf16 import HalfLinear
 from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.gradient import Float8Gradient
@@ -302,3 +302,14 @@ def test_a_copy_trains_like_the_original() -> None:
     assert isinstance(twin.weight.grad, Float8Gradient)
     assert twin.gradient_position is not layer.gradient_position
     assert torch.equal(twin.weight.grad.codes.view(torch.uint8), layer.weight.grad.codes.view(torch.uint8))
+
+
+def test_a_users_autocast_stays_outside_of_products() -> None:
+    """Sums of unscaled codes exceed fp16."""
+    torch.manual_seed(0)
+    model, _ = initialize(nn.Sequential(nn.Linear(256, 64)), opt_level="O2", auto_filter=False)
+    input = torch.randn(16, 256)
+    with torch.autocast("cpu", dtype=torch.float16):
+        output = model(input)
+    assert output.dtype == torch.float16
+    torch.testing.assert_close(output.float(), model(input), rtol=2.0**-10, atol=2.0**-14)

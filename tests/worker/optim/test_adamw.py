@@ -346,3 +346,9 @@ def test_no_update_exceeds_what_exact_moments_allow(
         updates.append(((parameter.detach() - before) / 1e-3).abs().max())
     assert updates[0] <= 1.25 * 1.001, "the first update is lr, and the slack for rounding"
     assert max(updates) <= largest
+
+
+def test_hyperparameters_of_a_wrapper_are_refused_with_what_to_do() -> None:
+    """torch's ZeroRedundancyOptimizer passes them on."""
+    with pytest.raises(TypeError, match=r"LowBitAdamW got lr=0.1; allowed: .* Hyperparameters\(lr=0.1\).*zero_stage=1"):
+        LowBitAdamW([torch.nn.Parameter(torch.ones(4))], lr=0.1)  # type: ignore[call-arg]

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from octet import draw_model, load_checkpoint, memory_report, parallelize, plain_state_dict, save_checkpoint
 from octet.api_schemas.models import LlamaSpec
 from octet.worker.fp8 import weights
+from octet.worker.fp8.weight import is_float8_weight
 from octet.worker.models import build_model
 from octet.worker.parallel import Parallel
 from octet.worker.parallel import parallelize as parallelize_module
@@ -128,7 +129,7 @@ def test_tied_parameters_are_drawn_once() -> None:
 
 
 class Attends(nn.Module):
-    """torch's own attention, which keeps queries, keys and values in one parameter, and here without values at first."""
+    """torch's own attention, which keeps queries, keys and values in one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,6 +159,8 @@ def test_matrices_of_one_parameter_are_drawn_together(build: Callable[[], nn.Mod
         parallel = parallelize(*draw_model(build, level, make_optimizer=adamw, seed=3, exclude=("*head",)))
         found.append(values_of(parallel))
         step(parallel)
+    weights_by_name = dict(parallel.model.named_parameters())
+    assert all(is_float8_weight(held) for name, held in weights_by_name.items() if ".in_proj." in name and held.dim() > 1)
     assert found[0].keys() == found[1].keys() == dict(build().named_parameters()).keys()
     for name, values in found[0].items():
         torch.testing.assert_close(found[1][name], values, rtol=2**-10, atol=2**-12)
