@@ -189,8 +189,8 @@ def _check_length(num_saved: int, num_own: int) -> None:
     if num_saved != num_own:
         raise ValueError(
             f"the checkpoint's optimizer has {num_saved} parameters in a group, this job's {num_own}; allowed: the same. "
-            "Levels that multiply in FP8 hold the experts of a mixture one by one, the others in stacks: continue at such a level, "
-            "or start from an export of the checkpoint."
+            "Levels that multiply in FP8 hold the experts of a mixture one by one, the others in stacks: continue at such a "
+            "level, or start from an export of the checkpoint."
         )
 
 

@@ -227,3 +227,18 @@ def test_a_gradient_that_was_zeroed_or_dropped_is_none_of_the_next_step(level: s
         gradient_after(lambda model: model.zero_grad(set_to_none=False)), dropped, rtol=ONE_CODE, atol=1e-4
     )
     assert torch.equal(gradient_after(lambda model: setattr(model.weight, "grad", None)), dropped)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_torchs_fused_optimizers_step_as_those_of_lists_do(kind: type[torch.optim.Optimizer]) -> None:
+    """Some of their lists are empty."""
+    found = []
+    for way in ("foreach", "fused"):
+        torch.manual_seed(0)
+        model, _ = initialize(nn.Sequential(nn.Linear(32, 32)), None, "O2", auto_filter=False)
+        optimizer = kind(model.parameters(), lr=1e-2, **{way: True})
+        model(torch.ones(4, 32)).sum().backward()
+        assert type(model[0].weight.grad) is Float8Gradient
+        optimizer.step()
+        found.append(model[0].weight + 0)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
