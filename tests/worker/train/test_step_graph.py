@@ -129,6 +129,19 @@ def test_replayed_steps_are_the_same(
     assert all(map(are_equal, state, expected_state))
 
 
+@pytest.mark.system
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_replayed_steps_keep_the_same_activations_in_fp8(tmp_path: Path, spec_document: dict[str, Any], family: str) -> None:
+    document = tiny(spec_document, "O2", saved_activations="fp8")
+    if family == "llama":
+        document["model"] = document["model"] | {"family": "llama", "intermediate_size": 32, "num_key_value_heads": 1}
+    expected, expected_state, _ = trained(document, tmp_path / "launched", None)
+    steps, state, _ = trained(document, tmp_path / "replayed", recorder := TapeRecorder())
+    assert recorder.num_replays > 0
+    assert numbers(steps) == numbers(expected)
+    assert all(map(are_equal, state, expected_state))
+
+
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
 @pytest.mark.parametrize("level", LEVELS)
