@@ -45,7 +45,7 @@ def raise_for_raw_pointers(tensor: Tensor) -> None:
 
 
 def is_functionalized(tensor: Tensor) -> bool:
-    """Return True for a tensor of a graph under way of which torch makes one without writes, as all but "eager" compile."""
+    """Return True for a tensor of a graph from which torch takes the writes, as for all backends but "eager"."""
     return isinstance(tensor, FunctionalTensor)
 
 

@@ -154,7 +154,7 @@ def test_another_level_goes_on_from_before_the_loss_went_off(tmp_path: Path, spe
     "level", ["O2", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("te", "O3", "O3-split"))]
 )
 def test_attention_that_was_saved_in_one_parameter_is_split(monkeypatch: pytest.MonkeyPatch, former: str, level: str) -> None:
-    """As all levels saved torch's own before they converted it; moments are taken over to the bit."""
+    """All levels saved torch's own so before they converted it. Moments are taken over to the bit."""
 
     def build(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
