@@ -4,6 +4,9 @@ Ranks lie on named axes. `pipeline` ranks hold different layers, `data` ranks tr
 `context` ranks on different tokens of the same sequences, and `tensor` ranks share each layer. The tensor index runs fastest,
 then context, so a tensor group consists of neighbouring ranks, which a launcher places on one node. `replicas` joins data and
 context: the ranks that average gradients. `stage` joins them and tensor: all ranks that hold the same layers.
+
+`expert` ranks are neighbours among the replicas, and each holds some of the experts of a mixture; `expert_replicas` are the
+replicas that hold the same ones.
 """
 
 from dataclasses import dataclass
@@ -14,7 +17,7 @@ from pydantic import Field, field_validator
 from octet.api_schemas.base import Contract
 from octet.api_schemas.rules.parts import PIPELINE_SCHEDULE
 
-AxisName = Literal["world", "pipeline", "data", "context", "replicas", "tensor", "stage"]
+AxisName = Literal["world", "pipeline", "data", "context", "replicas", "tensor", "stage", "expert", "expert_replicas"]
 WideDtype = Literal["fp32", "bf16"]
 PipelineSchedule = Literal["1f1b", "interleaved"]
 STAGES_PER_RANK: dict[PipelineSchedule, int] = {"1f1b": 1, "interleaved": 2}
@@ -43,6 +46,11 @@ class ParallelismSpec(Contract):
         description="ranks that divide the tokens of each sequence, and attend to the keys and values of all; workers / "
         "context ranks read other sequences",
     )
+    expert: Literal[1, 2, 4, 8, 16, 32, 64] = Field(
+        default=1,
+        description="data parallel ranks that each hold some experts of every mixture, and get the tokens of these from the "
+        "others; all else is whole on every rank",
+    )
     pipeline: int = Field(
         default=1,
         ge=1,
@@ -63,8 +71,13 @@ class ParallelismSpec(Contract):
     @property
     def degrees(self) -> dict[str, int]:
         """The ranks on each axis but the data axis, and the runs of blocks of a pipeline's rank, as a `Layout` takes them."""
-        stages_per_rank = STAGES_PER_RANK[self.schedule]
-        return {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "stages_per_rank": stages_per_rank}
+        return {
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+            "context": self.context,
+            "expert": self.expert,
+            "stages_per_rank": STAGES_PER_RANK[self.schedule],
+        }
 
     @property
     def num_stages(self) -> int:
@@ -90,6 +103,7 @@ class Layout:
     pipeline: int = 1
     context: int = 1
     stages_per_rank: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.num_ranks % self._ranks_per_sample:
@@ -97,11 +111,21 @@ class Layout:
                 f"the number of ranks is {self.num_ranks}; allowed: multiples of parallelism.tensor x parallelism.pipeline x "
                 f"parallelism.context, {self._ranks_per_sample}. Change resources.workers or the degrees."
             )
+        if self.expert < 1 or self.replicas % self.expert:
+            raise ValueError(
+                f"parallelism.expert is {self.expert}; allowed: divisors of the ranks that train the same layers, "
+                f"{self.replicas}. Change resources.workers or parallelism.expert."
+            )
 
     @property
     def data(self) -> int:
         """Data parallel degree: ranks that train the same layers on different sequences."""
         return self.num_ranks // self._ranks_per_sample
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that train the same layers: data times context."""
+        return self.data * self.context
 
     @property
     def num_stages(self) -> int:
@@ -123,7 +147,9 @@ class Layout:
     def group(self, axis: AxisName, rank: int) -> tuple[int, ...]:
         """Return the ranks on the axis through `rank`, ascending, including `rank`."""
         pipeline, data, context, tensor = self._place(rank)
-        replicas = range(self.data * self.context)
+        replicas = range(self.replicas)
+        replica = data * self.context + context
+        first_of_experts = replica - replica % self.expert
         match axis:
             case "world":
                 return tuple(range(self.num_ranks))
@@ -140,6 +166,12 @@ class Layout:
             case "stage":
                 first = self._rank(pipeline, 0, 0, 0)
                 return tuple(range(first, first + len(replicas) * self.tensor))
+            case "expert":
+                experts = range(first_of_experts, first_of_experts + self.expert)
+                return tuple(self._rank(pipeline, 0, other, tensor) for other in experts)
+            case "expert_replicas":
+                same = replicas[replica % self.expert :: self.expert]
+                return tuple(self._rank(pipeline, 0, other, tensor) for other in same)
 
     def groups(self, axis: AxisName) -> list[tuple[int, ...]]:
         """Return every group of an axis, ordered by first rank. All ranks must create all groups in this order."""

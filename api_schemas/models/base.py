@@ -30,6 +30,8 @@ class Capabilities:
     """Ranks may divide the tokens of a sequence: its attention gathers keys and values."""
     pipeline: bool = False
     """Its `num_layers` blocks can be cut into stages."""
+    expert: bool = False
+    """It has mixtures, whose `num_experts` experts ranks may divide."""
     cuda_graphs: bool = False
     """Its passes read no value of the device, copy no numbers to it, have one shape (tests/worker/train/test_step_graph.py)."""
     fused_loss: bool = False

@@ -32,6 +32,8 @@ from octet.api_schemas.models.weight_files import check_folder
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 1 << 20
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The fields that have the number of experts of each mixture, one of them in an architecture that has mixtures."""
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 CLOSED_FIELDS = frozenset({"architectures", "attn_implementation", "auto_map", "dtype", "model_type", "quantization_config"})
 """Fields of transformers' configurations that a job does not set: they load code or weights, or contradict the level."""
@@ -45,7 +47,7 @@ ConfigField = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 class HuggingFaceSizes(UncountedSizes):
     """The sizes that tie a network of transformers to its data. null: only the rank knows, or the task has no such size."""
 
-    declared: ClassVar[Capabilities] = Capabilities(tensor=True, fused_loss=True)
+    declared: ClassVar[Capabilities] = Capabilities(tensor=True, fused_loss=True, expert=True)
 
     architecture: str | None
     vocab_size: Size | None = None
@@ -55,6 +57,8 @@ class HuggingFaceSizes(UncountedSizes):
     num_channels: Size | None = None
     num_classes: Size | None = None
     tokens_per_image: Size | None = None
+    num_experts: Size | None = None
+    num_experts_per_token: Size | None = None
 
     @property
     def task(self) -> Task:
@@ -75,7 +79,8 @@ class HuggingFaceSizes(UncountedSizes):
     def capabilities(self) -> Capabilities:
         """The abilities of the architecture. A folder counts as able before it is read, and a rank checks it."""
         is_divided = self.architecture is None or self.architecture in DIVIDED_BY_RANKS
-        return replace(self.declared, tensor=is_divided, fused_loss=self.task != "image_class")
+        has_experts = self.architecture is None or not known_fields(self.architecture).isdisjoint(EXPERT_FIELDS)
+        return replace(self.declared, tensor=is_divided, fused_loss=self.task != "image_class", expert=has_experts)
 
     @property
     def divided_sizes(self) -> Mapping[str, int]:
@@ -279,7 +284,13 @@ class HuggingFaceSpec(FamilySpec):
         vocab_size, longest = fields.required("vocab_size"), fields.number(*LENGTH_FIELDS)
         if task == "next_token":
             self._refuse_mask_token(architecture)
-            return HuggingFaceSizes(architecture=architecture, vocab_size=vocab_size, max_sequence_length=longest)
+            return HuggingFaceSizes(
+                architecture=architecture,
+                vocab_size=vocab_size,
+                max_sequence_length=longest,
+                num_experts=fields.number(*EXPERT_FIELDS),
+                num_experts_per_token=fields.number("num_experts_per_tok"),
+            )
         mask_token = vocab_size - 1 if self.mask_token is None else self.mask_token
         if mask_token >= vocab_size:
             raise SpecConflict("mask_token", mask_token, f"below vocab_size, {vocab_size}", "Change model.mask_token.")

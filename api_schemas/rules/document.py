@@ -3,6 +3,7 @@
 `make snapshots` writes the page; a test holds it current.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -77,7 +78,7 @@ def are_combined(first: _Option, second: _Option) -> bool | None:
             holder = holder.setdefault(parent, {})
         holder[name] = value
     degrees = document.get("parallelism", {})
-    num_ranks = degrees.get("tensor", 1) * degrees.get("context", 1) * degrees.get("pipeline", 1)
+    num_ranks = math.prod(degrees.get(degree, 1) for degree in ("tensor", "context", "pipeline", "expert"))
     resources = document.setdefault("resources", {})
     resources["workers"] = num_ranks * (2 if first.needs_ranks or second.needs_ranks else 1)
     if "min_workers" in resources:

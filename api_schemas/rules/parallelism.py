@@ -26,6 +26,7 @@ from octet.api_schemas.rules.rule import (
 PIPELINE = "parallelism.pipeline"
 TENSOR = "parallelism.tensor"
 CONTEXT = "parallelism.context"
+EXPERT = "parallelism.expert"
 SEQUENCE = "parallelism.sequence"
 SCHEDULE = "parallelism.schedule"
 ZERO_STAGE = "parallelism.zero_stage"
@@ -35,10 +36,12 @@ LENGTH = "training.sequence_length"
 BATCH = "training.global_batch_size"
 MICRO_BATCH = "training.micro_batch_size"
 
-IN_STAGES, IN_SHARDS, IN_CHUNKS = above(PIPELINE, 1), above(TENSOR, 1), above(CONTEXT, 1)
+IN_STAGES, IN_SHARDS, IN_CHUNKS, IN_EXPERTS = (above(degree, 1) for degree in (PIPELINE, TENSOR, CONTEXT, EXPERT))
 TORCHAO = levels_where(lambda level: level.engine == "torchao")
 UNDIVIDED_LEVELS = levels_where(lambda level: level.loss_scaling or level.engine == "torchao")
 """Levels whose layers or losses ranks have not been proven to divide."""
+STACKED_LEVELS = levels_where(lambda level: level.gemm != "fp8" or level.engine == "torchao")
+"""Levels that leave the experts of a mixture in one tensor, or convert layers by other rules than ours."""
 
 
 def _proven_apart(degree: str, divided: str) -> tuple[Rule, ...]:
@@ -130,9 +133,28 @@ _SEQUENCE_OF_SHARDS = Rule(
     why="it divides the tokens over the ranks that divide the layers",
     change="Set parallelism.tensor to 2 or more, or remove parallelism.sequence.",
 )
+_EXPERTS_WITH_DATA = (
+    *(
+        Rule(
+            EXPERT,
+            must=equals(other, 1),
+            allowed=f"1 with {other}; expert ranks are combined with data parallel ranks and zero_stage 0 or 1",
+            change=f"Set {EXPERT} or {other} to 1.",
+        )
+        for other in (TENSOR, CONTEXT, PIPELINE)
+    ),
+    Rule(
+        ZERO_STAGE,
+        must=one_of(ZERO_STAGE, 0, 1),
+        allowed=f"0 or 1 with {EXPERT}",
+        why="stages 2 and 3 divide gradients and weights over all data parallel ranks, which hold different experts",
+        change=f"Lower it, or set {EXPERT} to 1.",
+    ),
+)
 DEGREES = Table(
     *PIPELINE_SCHEDULE,
     *below(IN_STAGES, _ONE_DIVISION_OF_TOKENS, _STAGES_WITH_ZERO, _STAGED_LEVELS),
+    *below(IN_EXPERTS, *_EXPERTS_WITH_DATA),
     _SEQUENCE_OF_SHARDS,
 )
 """Rules of the degrees alone, which `octet.parallelize` checks too."""
@@ -263,10 +285,36 @@ CONTEXT_RULES = below(
     *_proven_apart(CONTEXT, "tokens"),
 )
 
+EXPERT_RULES = below(
+    IN_EXPERTS,
+    *_EXPERTS_WITH_DATA,
+    _ranks_for(EXPERT),
+    _levels(
+        EXPERT,
+        STACKED_LEVELS,
+        "te and the levels O1 to O3, which hold each expert as a layer of its own",
+        "Change precision.level",
+    ),
+    _no_adapter(EXPERT, "adapters are whole on every rank"),
+    _no_average(EXPERT, "the average is of all weights, whole on every rank"),
+    *_proven_apart(EXPERT, "experts"),
+    _families(EXPERT, "expert", " (its mixtures of experts, such as qwen3_moe, mixtral, deepseek_v3, gpt_oss and olmoe)"),
+    Rule(
+        "model",
+        when=(equals("model.sizes.capabilities.expert", True), differs("model.sizes.num_experts", None)),
+        must=multiple_of("model.sizes.num_experts", EXPERT),
+        got="{model.sizes.num_experts} experts",
+        allowed="a number of experts that is a multiple of {name}, {value}",
+        why="each rank holds as many",
+        change=f"Change the model or {EXPERT}.",
+    ),
+)
+
 STRATEGIES: Mapping[str, tuple[Rule, ...]] = {
     "Pipeline": PIPELINE_RULES,
     "Tensor and sequence": TENSOR_RULES,
     "Context": CONTEXT_RULES,
+    "Expert": EXPERT_RULES,
 }
 
 COMPILING = (
@@ -347,7 +395,7 @@ ELASTIC = below(
             why="going on with other ranks has been proven for data and tensor ranks",
             change=f"Remove resources.min_workers, or set {degree} to 1.",
         )
-        for degree in (PIPELINE, CONTEXT)
+        for degree in (PIPELINE, CONTEXT, EXPERT)
     ),
     Rule(
         MIN_WORKERS,
@@ -357,7 +405,7 @@ ELASTIC = below(
     ),
     Rule(
         MIN_WORKERS,
-        when=(*WHOLE_BATCHES, equals(PIPELINE, 1), equals(CONTEXT, 1)),
+        when=(*WHOLE_BATCHES, *(equals(degree, 1) for degree in (PIPELINE, CONTEXT, EXPERT))),
         must=Condition(MIN_WORKERS, "one of", Field("possible_worker_counts")),
         allowed="{value}",
         why="training.global_batch_size {training.global_batch_size} in micro-batches of {batch.micro_batch_size} divides "

@@ -23,11 +23,16 @@ _MARKS = frozenset(("num_experts", "has_gate", "has_bias", "is_transposed", "is_
 
 
 class ExpertLinears(StackedLinears):
-    """The linear layers of one stacked parameter, by expert."""
+    """The linear layers of one stacked parameter, by expert; None for an expert that another rank holds."""
+
+    @property
+    def held(self) -> dict[int, Any]:
+        """The layers that are here, by expert."""
+        return {int(name): layer for name, layer in self._modules.items() if layer is not None}
 
     def forward(self, input_SK: Tensor, counts: list[int]) -> Tensor:
-        """Multiply runs of rows by the weights of their experts. counts: rows of each expert, in the order of the rows."""
-        runs = zip(self, input_SK.split(counts), counts, strict=True)
+        """Multiply runs of rows by the weights of their experts. counts: rows of each, in the order of the rows."""
+        runs = zip(self.held.values(), input_SK.split(counts), counts, strict=True)
         # An expert without rows gets a gradient, of zeros, as each rank expects of every parameter.
         outputs = [expert(run) for expert, run, count in runs if count or torch.is_grad_enabled() or not len(input_SK)]
         return torch.cat(outputs)
@@ -44,19 +49,37 @@ class ExpertsForward(Wrapper):
         top_k_index, top_k_weights: the experts of each token and their weights, (T, experts of a token). The host waits for
         the number of tokens of each expert.
         """
-        module: Any = self.module
         num_top_k = top_k_index.shape[-1]
         expert_S, order_S = top_k_index.reshape(-1).sort(stable=True)
-        counts = torch.bincount(expert_S, minlength=module.num_experts).tolist()
-        input_SK = hidden_states[order_S // num_top_k]
-        up: ExpertLinears = module.gate_up_proj if module.has_gate else module.up_proj
-        wide = up(input_SK, counts)
-        down: ExpertLinears = module.down_proj
-        output_SK = down(module._apply_gate(wide) if module.has_gate else module.act_fn(wide), counts)
+        output_SK = self.of_experts(hidden_states[order_S // num_top_k], expert_S)
         weighted_SK = output_SK * top_k_weights.reshape(-1)[order_S].unsqueeze(-1)
         # Brought back into the order of the tokens, so that the sum is repeated to the bit on any device.
         in_order = weighted_SK[order_S.argsort()].view(*top_k_index.shape, output_SK.shape[-1])
         return in_order.sum(-2).to(hidden_states.dtype)
+
+    def of_experts(self, input_SK: Tensor, expert_S: Tensor) -> Tensor:
+        """Return the output of each row's expert, (S, K). expert_S: the experts of the rows, ascending."""
+        module: Any = self.module
+        return self.multiply(input_SK, torch.bincount(expert_S, minlength=module.num_experts).tolist())
+
+    def multiply(self, input_SK: Tensor, counts: list[int]) -> Tensor:
+        """Apply the experts that are here to runs of rows. counts: rows of each."""
+        module: Any = self.module
+        wide = self.up(input_SK, counts)
+        output_SK: Tensor = self.down(module._apply_gate(wide) if module.has_gate else module.act_fn(wide), counts)
+        return output_SK
+
+    @property
+    def up(self) -> ExpertLinears:
+        """The layers that read the tokens."""
+        linears: ExpertLinears = self.module.get_submodule(_stacked(self.module)[0])  # type: ignore[assignment]
+        return linears
+
+    @property
+    def down(self) -> ExpertLinears:
+        """The layers that write the output."""
+        linears: ExpertLinears = self.module.get_submodule("down_proj")  # type: ignore[assignment]
+        return linears
 
 
 def unstack_experts(model: nn.Module, precision: PrecisionSpec, optimizer: torch.optim.Optimizer | None = None) -> None:

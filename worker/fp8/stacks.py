@@ -22,12 +22,13 @@ Replaced = dict[Tensor, list[nn.Parameter]]
 class Stack(NamedTuple):
     """One tensor of a plain state dict, and the names of the tensors that it is joined of.
 
-    is_flat: (matrices x rows, columns), else (matrices, rows, columns).
+    is_flat: (matrices x rows, columns), else (matrices, rows, columns). is_divided: other ranks hold the rest of the matrices.
     """
 
     name: str
     parts: tuple[str, ...]
     is_flat: bool = False
+    is_divided: bool = False
 
     def joined(self, tensors: Iterable[Tensor]) -> Tensor:
         """Join the tensors of the parts."""
@@ -110,10 +111,11 @@ def stacks_of(model: nn.Module, prefix: str = "") -> Iterator[Stack]:
         for name, child in module._modules.items():
             if isinstance(child, StackedLinears):
                 stacked = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
+                held = {index: layer for index, layer in child._modules.items() if layer is not None}
                 for own, suffix in child.suffixes.items():
-                    if getattr(child[0], own, None) is not None:
-                        parts = tuple(f"{stacked}.{index}.{own}" for index in range(len(child)))
-                        yield Stack(stacked + suffix, parts, child.is_flat)
+                    if all(getattr(layer, own, None) is not None for layer in held.values()):
+                        parts = tuple(f"{stacked}.{index}.{own}" for index in held)
+                        yield Stack(stacked + suffix, parts, child.is_flat, is_divided=len(held) < len(child))
 
 
 def stack_entries(model: nn.Module, state: MutableMapping[str, Any], prefix: str = "") -> None:

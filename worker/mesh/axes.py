@@ -17,6 +17,7 @@ class Axes:
     world: all ranks; they stop together. pipeline: ranks that hold consecutive layers. data: ranks that train the same layers
     on different sequences. context: on different tokens of the same sequences. replicas: both; these ranks average gradients.
     tensor: ranks that share each layer. stage: replicas and tensor together; these ranks agree on the state of FP8 scaling.
+    expert: replicas that each hold some experts of a mixture. expert_replicas: those that hold the same experts.
     """
 
     layout: Layout
@@ -27,6 +28,8 @@ class Axes:
     replicas: Axis
     tensor: Axis
     stage: Axis
+    expert: Axis
+    expert_replicas: Axis
 
     def __init__(self, layout: Layout, by_name: Mapping[AxisName, Axis]) -> None:
         self.set_axes(layout, by_name)
@@ -44,7 +47,7 @@ class Axes:
     def of_data(cls, data: Axis, others: Mapping[AxisName, Axis] | None = None) -> Self:
         """Return the axes of ranks that all train on different samples. others: axes of other ranks, by name."""
         alone: dict[AxisName, Axis] = {name: Axis(name, 1, 0, data.device) for name in get_args(AxisName)}
-        same: dict[AxisName, Axis] = dict.fromkeys(("world", "data", "replicas", "stage"), data)
+        same: dict[AxisName, Axis] = dict.fromkeys(("world", "data", "replicas", "stage", "expert_replicas"), data)
         return cls(Layout(data.size), alone | same | dict(others or {}))
 
     @classmethod
@@ -79,8 +82,12 @@ def make_axes(layout: Layout, rank: int, device: torch.device) -> dict[AxisName,
     """Return every axis of a layout through a rank. All ranks make them together, in the order of their names."""
     made: dict[AxisName, Axis] = {}
     for name in get_args(AxisName):
-        is_data_alone = name == "replicas" and layout.context == 1
-        made[name] = made["data"] if is_data_alone else make_axis(layout, name, rank, device)
+        if name == "replicas" and layout.context == 1:
+            made[name] = made["data"]
+        elif name == "expert_replicas" and layout.expert == 1:
+            made[name] = made["replicas"]
+        else:
+            made[name] = make_axis(layout, name, rank, device)
     return made
 
 

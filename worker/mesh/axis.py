@@ -6,6 +6,7 @@ Shape suffixes: R ranks of the axis, S elements of one rank's share.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -89,6 +90,22 @@ class Axis:
         self.count_sent("exchange", parts_RS.dtype, parts_RS.nbytes * (self.size - 1) // self.size)
         return Pending(received_RS, work, parts_RS, call)
 
+    def exchange_rows(self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
+        """Send consecutive rows of a matrix to each rank, as many as `num_sent` says. Returns the received ones, by rank.
+
+        num_received: rows that each rank sends here. All ranks call it together, with rows of one width and dtype.
+        """
+        if self.size == 1:
+            return rows
+        rows = rows.contiguous()
+        received = rows.new_empty(sum(num_received), *rows.shape[1:])
+        sent_bytes, received_bytes = rows.view(torch.uint8), received.view(torch.uint8)
+        with self.waits.call("exchange", self.name, rows.nbytes):
+            dist.all_to_all_single(received_bytes, sent_bytes, list(num_received), list(num_sent), group=self.group)
+        row_bytes = rows[0].nbytes if len(rows) else 0
+        self.count_sent("exchange", rows.dtype, row_bytes * (len(rows) - num_sent[self.rank]))
+        return received
+
     def start_gather(self, own_S: Tensor, into_RS: Tensor | None = None) -> Pending:
         """Start to gather all ranks' shares. The result: (R, S), by rank; into_RS: memory for it.
 
@@ -111,7 +128,7 @@ class Axis:
         length = int(self.max_(torch.tensor(float(own.numel()), dtype=torch.float64, device=self.device)))
         padded = torch.full((length,), ord(" "), dtype=torch.uint8, device=self.device)
         padded[: own.numel()] = own
-        return [bytes(row.tolist()).decode() for row in self.start_gather(padded).wait().cpu()]
+        return [row.numpy().tobytes().decode() for row in self.start_gather(padded).wait().cpu()]
 
     def sum_shares(self, parts_RS: Tensor) -> Tensor:
         """Add up all ranks' parts of this rank's share: (S), in the dtype of the parts. All ranks call it together.

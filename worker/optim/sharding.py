@@ -79,8 +79,8 @@ def check_unused(optimizer: torch.optim.Optimizer) -> None:
     num_steps = max((int(state.get("step", 1)) for state in optimizer.state.values() if state), default=0)
     if num_steps:
         raise ValueError(
-            f"the optimizer has taken {num_steps} steps with whole parameters; allowed with a tensor degree or a "
-            "pipeline: a new one. Make the model parallel first, then load the states."
+            f"the optimizer has taken {num_steps} steps with whole parameters; allowed with a tensor, pipeline or expert "
+            "degree: a new one. Make the model parallel first, then load the states."
         )
 
 

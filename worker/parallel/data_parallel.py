@@ -36,14 +36,17 @@ class GradientBuckets:
         max_elements: int = MAX_ELEMENTS,
         wide_dtype: torch.dtype = torch.float32,
         blocks: Mapping[Tensor, int] | None = None,
+        axis_of: Callable[[Tensor], Axis] | None = None,
     ) -> None:
         """The trainable parameters are those of this moment. max_elements: of a bucket with several parameters.
 
         wide_dtype: in which gradients travel that are not in FP8. blocks: the index of a parameter's block; no bucket holds
-        parameters of two blocks, or of a block and the rest.
+        parameters of two blocks, or of a block and the rest. axis_of: returns the part of the axis whose ranks hold the same
+        parameter, by default all of it; one that a single rank holds is in no bucket.
         """
         self.model, self.axis = model, axis
-        self.buckets = _make_buckets(model, axis, max_elements, wide_dtype, blocks or {})
+        self._trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+        self.buckets = _make_buckets(model, axis_of or (lambda _parameter: axis), max_elements, wide_dtype, blocks or {})
         self.syncs = True
         """True if gradients that arrive are exchanged."""
         self.finishes_itself = False
@@ -89,7 +92,7 @@ class GradientBuckets:
         if self.axis.size == 1:
             return
         for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None and parameter not in self._home:
+            if parameter.grad is not None and parameter not in self._trained:
                 raise ValueError(
                     f"parameter {name!r} has a gradient and was frozen when the model was made parallel; allowed: parameters "
                     "that required gradients then. Unfreeze it before, and freeze it afterwards."
@@ -202,14 +205,18 @@ def _advanced(runs: list[Iterator[None]]) -> list[Iterator[None]]:
     return [run for run in runs if next(run, _DONE) is not _DONE]
 
 
-def broadcast_parameters(model: nn.Module, axis: Axis) -> None:
-    """Give every rank of the axis the parameters and buffers of the first rank, bit for bit."""
+def broadcast_parameters(model: nn.Module, axis_of: Callable[[Tensor], Axis]) -> None:
+    """Give the ranks that hold the same parameter or buffer that of the first of them, bit for bit. axis_of: returns them."""
     for tensor in tensors_in_memory(model):
-        axis.broadcast_(tensor)
+        axis_of(tensor).broadcast_(tensor)
 
 
 def _make_buckets(
-    model: nn.Module, axis: Axis, max_elements: int, wide_dtype: torch.dtype, blocks: Mapping[Tensor, int]
+    model: nn.Module,
+    axis_of: Callable[[Tensor], Axis],
+    max_elements: int,
+    wide_dtype: torch.dtype,
+    blocks: Mapping[Tensor, int],
 ) -> list[Bucket]:
     """Buckets of parameters that are stored alike, in the order in which a backward pass is expected to fill them."""
     positions = {
@@ -217,14 +224,16 @@ def _make_buckets(
         for layer in model.modules()
         if isinstance(layer, Float8Linear) and layer.gradient_position is not None
     }
-    ordered = [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
-    place = {parameter: index for index, parameter in enumerate(ordered)}
-    kinds: dict[tuple[bool, torch.dtype, torch.device, int | None], list[nn.Parameter]] = {}
-    for parameter in ordered:
-        kind = (parameter in positions, stored(parameter).dtype, parameter.device, blocks.get(parameter))
-        kinds.setdefault(kind, []).append(parameter)
+    trained = [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
+    place = {parameter: index for index, parameter in enumerate(trained)}
+    kinds: dict[tuple[Axis, bool, torch.dtype, torch.device, int | None], list[nn.Parameter]] = {}
+    for parameter in trained:
+        axis = axis_of(parameter)
+        kind = (axis, parameter in positions, stored(parameter).dtype, parameter.device, blocks.get(parameter))
+        if axis.size > 1:
+            kinds.setdefault(kind, []).append(parameter)
     buckets: list[Bucket] = []
-    for (is_in_codes, *_), parameters in kinds.items():
+    for (axis, is_in_codes, *_), parameters in kinds.items():
         for indices in fill_buckets([parameter.numel() for parameter in parameters], max_elements):
             held = parameters[indices.start : indices.stop]
             if is_in_codes:

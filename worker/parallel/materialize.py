@@ -20,11 +20,11 @@ from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.recipe import E4M3
 from octet.worker.fp8.weight import stored, tensors_in_memory
 from octet.worker.fp8.weights import amax_of, encode_values
-from octet.worker.mesh import Axis
 from octet.worker.metrics.memory import memory_report
 from octet.worker.optim import LowBitOptimizer
 from octet.worker.optim.sharding import allocate_states, make_master, state_bytes
 from octet.worker.parallel.parallel import Parallel
+from octet.worker.parallel.strategy import replicas_by_tensor
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def fill_now(parallel: Parallel) -> None:
     """Give each rank its share of the values that `fill_later` has kept, and let the model be used. Raises DoesNotFit."""
     values, refusals = _LATER[parallel.model]
     assert isinstance(parallel.optimizer, LowBitOptimizer)  # `load_pretrained` has checked it
-    materialize(parallel.model, parallel.optimizer, parallel, values, parallel.replicas)
+    materialize(parallel.model, parallel.optimizer, parallel, values)
     del _LATER[parallel.model]
     for refusal in refusals:
         refusal.remove()
@@ -96,10 +96,10 @@ class DoesNotFit(MemoryError):
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel, values: Values, replicas: Axis) -> None:
+def materialize(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel, values: Values) -> None:
     """Fill what this rank holds of a model, and make its optimizer's states. All ranks call it together.
 
-    replicas: the ranks that hold the same; they get the first one's whole parameters and buffers.
+    Ranks that hold the same get the first one's whole parameters and buffers.
     Raises DoesNotFit, with the memory that it takes.
     """
     held = dict(model.named_parameters(remove_duplicate=False))
@@ -127,9 +127,10 @@ def materialize(model: nn.Module, optimizer: LowBitOptimizer, parallel: Parallel
     left = [name for name, parameter in held.items() if is_deferred(stored(parameter))]
     assert not left, f"no values for {left}"
     divided = {stored(parameter) for parameter in model.parameters() if not parallel.holds_whole(parameter)}
+    apart = replicas_by_tensor(parallel.parts)
     for tensor in tensors_in_memory(model):
         if tensor not in divided:
-            replicas.broadcast_(tensor)
+            apart.get(tensor, parallel.replicas).broadcast_(tensor)
     report = model.octet_report
     assert isinstance(report, ConversionReport)
     model.octet_report = report.completed(memory_report(model, optimizer), report.health)  # type: ignore[assignment]

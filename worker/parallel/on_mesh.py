@@ -11,6 +11,7 @@ from octet.worker.mesh import Axes
 from octet.worker.parallel.data_parallel import broadcast_parameters
 from octet.worker.parallel.parallel import WIDE_DTYPES, Parallel
 from octet.worker.parallel.strategies import CannotDivide, divide
+from octet.worker.parallel.strategy import replicas_by_tensor
 from octet.worker.prepare.convert import share_rounding
 
 
@@ -27,6 +28,7 @@ def on_mesh(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Axes, para
     except CannotDivide as error:
         raise InvalidConfig(f"parallelism.{error.axis}: {error}") from None
     if not any(map(is_deferred, map(stored, model.parameters()))):  # else `materialize` does it
-        broadcast_parameters(model, mesh.replicas)
+        apart = replicas_by_tensor(parts)
+        broadcast_parameters(model, lambda tensor: apart.get(tensor, mesh.replicas))
     wide_dtype = WIDE_DTYPES[parallelism.wide_communication]
     return Parallel(model, optimizer, mesh, zero_stage=parallelism.zero_stage, wide_dtype=wide_dtype, parts=parts)

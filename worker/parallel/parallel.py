@@ -24,10 +24,11 @@ from octet.worker.models.model import Losses, TrainedModel
 from octet.worker.optim import LowBitOptimizer, clip_grad_norm_
 from octet.worker.optim.shards import agree_on_finite
 from octet.worker.parallel.data_parallel import MAX_ELEMENTS, GradientBuckets
+from octet.worker.parallel.expert import DividedExperts
 from octet.worker.parallel.norm import clip_together
 from octet.worker.parallel.pipeline.parallel import PipelinedModel
 from octet.worker.parallel.sharded_blocks import parameters_of_blocks
-from octet.worker.parallel.strategy import DividedModel
+from octet.worker.parallel.strategy import DividedModel, replicas_by_tensor
 from octet.worker.parallel.tensor import TensorShards
 from octet.worker.parallel.zero import ShardedStates, check_zero
 from octet.worker.prepare.export_state_dict import OwnParameters, set_reader
@@ -42,6 +43,7 @@ _COMMON_AXES: Mapping[frozenset[AxisName], AxisName] = {
     frozenset({"replicas"}): "replicas",
     frozenset({"replicas", "tensor"}): "stage",
     frozenset({"pipeline"}): "pipeline",
+    frozenset({"expert"}): "expert",
 }
 """The axis of the ranks that hold one model between them, by the axes that divide its parameters; else the world."""
 
@@ -84,20 +86,27 @@ class Parallel:
         """The passes of a step, where ranks hold stages of the model."""
         blocks = check_zero(model, zero_stage, self.replicas)
         of_blocks = parameters_of_blocks(model, blocks)
+        apart = replicas_by_tensor(parts)
         self.gradients = GradientBuckets(
-            model, self.replicas, max_elements=max_elements, wide_dtype=wide_dtype, blocks=of_blocks
+            model,
+            self.replicas,
+            max_elements=max_elements,
+            wide_dtype=wide_dtype,
+            blocks=of_blocks,
+            axis_of=lambda parameter: apart.get(parameter, axes.replicas),
         )
         shards_states = zero_stage > 0 and self.replicas.size > 1
         owners = self._owners(shards_states=shards_states)
         self._sharded: ShardedStates | None = None
         if shards_states:
-            stage = axes.stage if axes.tensor.size > 1 else axes.replicas
+            stage = axes.stage if axes.tensor.size > 1 else None
             self._sharded = ShardedStates(optimizer, self.gradients, owners.axis, owners.counts, stage, zero_stage)
             if blocks:
                 self._sharded.shard_blocks(blocks, of_blocks, wide_dtype)
         elif parts and isinstance(optimizer, LowBitOptimizer):
             optimizer.all_ranks_finite = partial(agree_on_finite, owners.axis)
-        read_over_ranks(model, self._sharded, self.shards)
+        self._experts = next((part for part in parts if isinstance(part, DividedExperts)), None)
+        read_over_ranks(model, self._sharded, self.shards, self._experts)
         self._clip = self._clipping(owners)
 
     def no_sync(self, is_on: bool = True) -> AbstractContextManager[None]:
@@ -110,7 +119,7 @@ class Parallel:
     def synchronize(self) -> None:
         """Wait until gradients are means over the ranks, and share the state of FP8 scaling. Once per optimizer step."""
         self.finish_gradients()
-        agree_on_amaxes(self.model, self.stage)
+        agree_on_amaxes(self.model, self.stage, {} if self._experts is None else self._experts.held_apart())
 
     def finish_gradients(self) -> None:
         """Wait until gradients are means over the ranks."""
@@ -137,12 +146,14 @@ class Parallel:
             part.after_step(self.optimizer)
 
     def as_many_passes(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield batches for forward passes without gradients. At stage 3, ranks that have fewer wait for the others.
+        """Yield batches for forward passes without gradients. Ranks that have fewer take part in the passes of the others.
 
-        All ranks call it together, where the numbers of their batches may differ.
+        They do so where a pass takes collectives of these ranks: at stage 3, and for experts on several ranks. All ranks call
+        it together, where the numbers of their batches may differ.
         """
         blocks = None if self._sharded is None else self._sharded.blocks
-        return iter(batches) if blocks is None else blocks.as_many_passes(batches)
+        take_part = blocks.take_part if blocks is not None else None if self._experts is None else self._experts.take_part
+        return iter(batches) if take_part is None else as_many_passes(batches, self.replicas, take_part)
 
     def losses(self, model: Any, batch: Mapping[str, Tensor]) -> Losses:
         """Return the losses of an evaluation batch, in the last stage of a pipeline, whose ranks call it together.
@@ -208,14 +219,15 @@ class Parallel:
 
     def _owners(self, *, shards_states: bool) -> Owners:
         """Return the ranks that hold one model between them. shards_states: ZeRO divides it over the replicas, too."""
-        names: set[AxisName] = {part.axis_name for part in self.parts}
+        parts = [part for part in self.parts if not (shards_states and part.lies_in_replicas)]
+        names: set[AxisName] = {part.axis_name for part in parts}
         axis = self.axes[_COMMON_AXES.get(frozenset(names | ({"replicas"} if shards_states else set())), "world")]
         # The world has a copy for each replica, unless replicas have pieces.
         copies = self.replicas if axis is self.axes.world and not shards_states else None
 
         def counts(parameter: Tensor) -> bool:
             is_first_copy = copies is None or copies.is_first
-            return is_first_copy and all(part.counts(parameter) for part in self.parts)
+            return is_first_copy and all(part.counts(parameter) for part in parts)
 
         return Owners(axis, counts)
 
@@ -243,6 +255,19 @@ class Parallel:
         return clip_together(gradients, max_norm, owners.counts, owners.axis)
 
 
+def as_many_passes(batches: Iterable[T], axis: Axis, take_part: Callable[[], None]) -> Iterator[T]:
+    """Yield the batches, for a forward pass each; then take part in the passes of ranks of the axis that have more."""
+
+    def is_any_left(has_batch: bool) -> bool:
+        return bool(axis.max_(torch.tensor(float(has_batch), device=axis.device)))  # waits for the device
+
+    for batch in batches:
+        is_any_left(True)
+        yield batch
+    while is_any_left(False):
+        take_part()
+
+
 def late_state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state dict of an optimizer, without a wait of the host."""
     return optimizer.late_state_dict() if isinstance(optimizer, LowBitOptimizer) else optimizer.state_dict()
@@ -255,17 +280,27 @@ def late_state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 # on about weights and gradients is in `optim/shards.py`.
 
 
-def agree_on_amaxes(model: nn.Module, stage: Axis) -> None:
-    """Share amaxes and samples over the axis. All ranks quantize and sample the same operands in the same steps."""
-    if stage.size == 1:
-        return
-    scalings = [module for module in model.modules() if isinstance(module, OperandScaling)]
+def agree_on_amaxes(model: nn.Module, stage: Axis, apart: Mapping[nn.Module, Axis]) -> None:
+    """Share amaxes and samples over the axis. All ranks quantize and sample the same operands in the same steps.
+
+    apart: the axes of modules that not all of its ranks hold alike.
+    """
+    scalings: dict[Axis, list[OperandScaling]] = {}
+    for module in model.modules():
+        if isinstance(module, OperandScaling):
+            scalings.setdefault(apart.get(module, stage), []).append(module)
+    for axis, alike in scalings.items():
+        if axis.size > 1:
+            _agree(alike, axis)
+
+
+def _agree(scalings: Sequence[OperandScaling], axis: Axis) -> None:
     amaxes = [scaling.step_amax for scaling in scalings if scaling.recipe.amax_history_length]
     if amaxes:
-        _reduce(amaxes, stage.max_)  # an infinity restarts a history as NaN does
+        _reduce(amaxes, axis.max_)  # an infinity restarts a history as NaN does
     samples = [scaling.sample for scaling in scalings if scaling.is_sampled]
     if samples:
-        _reduce(samples, lambda flat: stage.sum_(flat) / stage.size)
+        _reduce(samples, lambda flat: axis.sum_(flat) / axis.size)
 
 
 def _reduce(tensors: list[Tensor], reduce: Callable[[Tensor], Tensor]) -> None:
@@ -278,14 +313,16 @@ def _reduce(tensors: list[Tensor], reduce: Callable[[Tensor], Tensor]) -> None:
 # Read whole parameters of a model that ranks divide: the one reader of `plain_state_dict`, `export` and state dicts.
 #
 # A parameter at a time is gathered, as precisely as the ranks hold it: from pieces of its master weight or residual (ZeRO),
-# from its shards (tensor degree), or as it is. Each call is a collective; every rank gets the result.
+# from its shards (tensor degree), or as it is. Experts are gathered by stack. Each call is a collective; every rank gets the
+# result.
 
 
 class WholeParameters:
     """Reads parameters over the ranks that hold them. Does not keep what it reads from alive."""
 
-    def __init__(self, sharded: ShardedStates | None, shards: TensorShards) -> None:
+    def __init__(self, sharded: ShardedStates | None, shards: TensorShards, experts: DividedExperts | None) -> None:
         self._sharded, self._shards = None if sharded is None else ref(sharded), ref(shards)
+        self._experts = None if experts is None else ref(experts)
 
     def values(self, parameter: Tensor) -> Tensor:
         """Return a parameter's values: fp32 of codes, else in its dtype."""
@@ -298,6 +335,11 @@ class WholeParameters:
         sharded = None if self._sharded is None else self._sharded()
         return self._joined(weight, weight.codes.detach() if sharded is None else sharded.codes(weight))
 
+    def stack(self, own: Tensor) -> Tensor:
+        """Return the matrices of all ranks, given this rank's of a stack that the ranks divide."""
+        experts = None if self._experts is None else self._experts()
+        return own if experts is None else experts.axis.start_gather(own).wait().flatten(0, 1)
+
     def _joined(self, parameter: Tensor, own: Tensor) -> Tensor:
         shards = self._shards()
         cut = None if shards is None else shards.cuts.get(parameter)
@@ -306,7 +348,9 @@ class WholeParameters:
         return cut.join(list(shards.axis.start_gather(own.contiguous()).wait()))
 
 
-def read_over_ranks(model: nn.Module, sharded: ShardedStates | None, shards: TensorShards) -> None:
+def read_over_ranks(
+    model: nn.Module, sharded: ShardedStates | None, shards: TensorShards, experts: DividedExperts | None
+) -> None:
     """Let a model that ranks divide be read whole."""
-    if sharded is not None or shards.cuts:
-        set_reader(model, WholeParameters(sharded, shards))
+    if sharded is not None or shards.cuts or experts is not None:
+        set_reader(model, WholeParameters(sharded, shards, experts))

@@ -69,6 +69,9 @@ def parallelize(
     all. They read the same samples, whole; logits and `loss` are of this rank's tokens, which `Parallel.own_tokens` returns of
     targets. Ranks lie in the order data, context, tensor, the last next to each other, as those of
     `init_device_mesh(…, mesh_dim_names=("dp", "cp", "tp"))`.
+    expert: this many neighbouring ranks each hold some experts of every mixture of transformers, at a level that multiplies in
+    FP8, and get the tokens of these from the others (`expert.py`). They read different samples. zero_stage: 0 or 1. State dicts
+    hold this rank's experts.
     pipeline: this many ranks hold consecutive blocks of the model; it is the slowest axis of the mesh. `Parallel.step(inputs,
     targets, loss_fn)` then runs all passes of a batch, the same one on all ranks but those of `Parallel.data`, in
     micro_batches of one size (as torch's `n_microbatches`), and returns the loss on the last stage. The model is a gpt or
@@ -118,7 +121,7 @@ def _require_group() -> None:
 
 def _start_alike(model: nn.Module, optimizer: torch.optim.Optimizer, axes: Axes) -> None:
     """Give every rank the first rank's parameters, and the master weights that its codes are rounded from."""
-    broadcast_parameters(model, axes.world)
+    broadcast_parameters(model, lambda _tensor: axes.world)
     for state in optimizer.state.values():
         for master in state.get("master_weights", {}).values():
             axes.world.broadcast_(master)
@@ -144,6 +147,7 @@ def _with_defaults(options: DivisionOptions, zero_stage: int) -> DivisionOptions
         "tensor": 1,
         "sequence": False,
         "context": 1,
+        "expert": 1,
         "pipeline": 1,
         "micro_batches": 1,
         "schedule": "1f1b",

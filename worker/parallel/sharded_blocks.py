@@ -82,20 +82,12 @@ class ShardedBlocks:
         for block in self.order:
             block.check()
 
-    def as_many_passes(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches, for a forward pass each without gradients; then gather in step with ranks that have more."""
-        for batch in batches:
-            self._agree_on_pass(True)
-            yield batch
-        while self._agree_on_pass(False):
-            for block in self.order:
-                block.gather()
-                self.start_next(block, 1)
-                block.release()
-
-    def _agree_on_pass(self, has_batch: bool) -> bool:
-        """Return True if any rank has another batch. Waits for the device."""
-        return bool(self.axis.max_(torch.tensor(float(has_batch), device=self.axis.device)))
+    def take_part(self) -> None:
+        """Gather the weights of all blocks, in step with ranks that pass a batch through them."""
+        for block in self.order:
+            block.gather()
+            self.start_next(block, 1)
+            block.release()
 
 
 class ShardedBlock:

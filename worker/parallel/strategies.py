@@ -14,6 +14,7 @@ from torch import nn
 from octet.api_schemas import AxisName, Layout
 from octet.worker.mesh import Axes, Axis
 from octet.worker.models.context import CausalAttention, ContextPart
+from octet.worker.parallel.expert import ExpertParallel
 from octet.worker.parallel.pipeline.parallel import PipelineParallel
 from octet.worker.parallel.strategy import DividedModel, Division, Strategy, check_compiled, check_loss_scaling
 from octet.worker.parallel.tensor import TensorParallel
@@ -49,13 +50,13 @@ def divide_sequences(model: nn.Module, axis: Axis) -> None:
         attention.context = part
 
 
-STRATEGIES: tuple[Strategy, ...] = (ContextParallel(), PipelineParallel(), TensorParallel())
+STRATEGIES: tuple[Strategy, ...] = (ContextParallel(), PipelineParallel(), TensorParallel(), ExpertParallel())
 DEGREES = tuple(field.name for field in fields(Layout) if field.name != "num_ranks")
 """The options of `parallelize` that lay out the ranks; each is 1 by default."""
 
 
 class DivisionOptions(TypedDict, total=False):
-    """The options as `parallelize` documents them: tensor, context, pipeline are 1 by default, sequence is False.
+    """The options as `parallelize` documents them: degrees are 1 by default, sequence is False.
 
     micro_batches: 1 without a pipeline, which needs it. schedule: 1f1b. stages_per_rank: 1, and 2 with interleaved. blocks: of
     models that are not ours.
@@ -64,6 +65,7 @@ class DivisionOptions(TypedDict, total=False):
     tensor: int
     sequence: bool
     context: int
+    expert: int
     pipeline: int
     micro_batches: int
     schedule: str

@@ -5,7 +5,7 @@ job's rules cannot see a conflict before a rank has the model, `check` raises it
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,7 +16,8 @@ from octet.api_schemas import AxisName
 from octet.api_schemas.rules.parallelism import DEGREES
 from octet.api_schemas.rules.rule import Facts
 from octet.worker.fp8.loss_scaling import STATE_BUFFER
-from octet.worker.mesh import Axes
+from octet.worker.fp8.weight import tensors_in_memory
+from octet.worker.mesh import Axes, Axis
 from octet.worker.models.blocks import repeated_blocks
 from octet.worker.models.model import Part
 
@@ -60,6 +61,8 @@ class DividedModel:
 
     axis_name: ClassVar[AxisName]
     """The axis over which parameters are divided."""
+    lies_in_replicas: ClassVar[bool] = False
+    """True if its axis is a part of the replicas: ZeRO divides over them what the ranks of the axis hold alike."""
     clip_alone: Callable[[float], Tensor] | None = None
     """Clips gradients with the bits of one process, where no other strategy divides the model."""
 
@@ -69,6 +72,10 @@ class DividedModel:
     def counts(self, parameter: Tensor) -> bool:
         """Return True if this rank's copy counts where ranks add up what they hold; one copy of each parameter does."""
         return True
+
+    def held_apart(self) -> Mapping[nn.Module, Axis]:
+        """Return the modules that not all replicas hold alike, with the ranks that do."""
+        return {}
 
     def own_values(self, parameter: Tensor, values: Tensor) -> Tensor:
         """Return what this rank holds of the values of a parameter that an earlier strategy has left it."""
@@ -91,6 +98,16 @@ class DividedModel:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what this rank loads of state dicts that hold all that this strategy divides."""
         return model, optimizer_state
+
+
+def replicas_by_tensor(parts: Iterable[DividedModel]) -> dict[Tensor, Axis]:
+    """Return the parameters and tensors in memory that not all replicas hold alike, with the ranks that do."""
+    return {
+        tensor: axis
+        for part in parts
+        for module, axis in part.held_apart().items()
+        for tensor in (*module.parameters(), *tensors_in_memory(module))
+    }
 
 
 def check_loss_scaling(model: nn.Module, degree: str) -> None:
@@ -117,7 +134,8 @@ def check_compiled(model: nn.Module, degree: str, *, allows_blocks: bool = False
 
 def check_rules(fields: Mapping[str, object], level: str | None = None) -> None:
     """Raise ValueError for degrees, or a level with a pipeline, that the table of rules does not combine."""
-    fields = {"tensor": 1, "sequence": False, "context": 1, "pipeline": 1, "schedule": "1f1b", "zero_stage": 0, **fields}
+    degrees: dict[str, object] = dict.fromkeys(("tensor", "context", "pipeline", "expert"), 1)
+    fields = {**degrees, "sequence": False, "schedule": "1f1b", "zero_stage": 0, **fields}
     known = {f"parallelism.{name}": value for name, value in fields.items()}
     if conflict := DEGREES.first_conflict(Facts(known={**known, "precision.level": level})):
         raise ValueError(str(conflict).replace("parallelism.", ""))

@@ -49,7 +49,7 @@ class ColumnInput:
         scalings = [
             layer.input_scaling
             for layer in self.layers
-            if isinstance(layer, Float8Linear) and _takes_codes(layer, "input", "output", "grad_weight")
+            if isinstance(layer, Float8Linear) and takes_codes(layer, "input", "output", "grad_weight")
         ]
         for scaling in scalings:
             scaling.gathered_codes = None
@@ -135,7 +135,7 @@ class _RowOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial_BTD: Tensor, layer: nn.Module, axis: Axis) -> Tensor:
         ctx.layer, ctx.axis = layer, axis
-        ctx.takes_codes = _takes_codes(layer, "grad_output", "grad_input", "grad_weight")
+        ctx.takes_codes = takes_codes(layer, "grad_output", "grad_input", "grad_weight")
         ctx.wire_dtype = _wire_dtype((layer,), partial_BTD.dtype)
         return sum_tokens(partial_BTD, axis)
 
@@ -185,7 +185,7 @@ def _codes_of(own_BtD: Tensor, scaling: OperandScaling, axis: Axis) -> tuple[Sca
     return rows, amax
 
 
-def _takes_codes(layer: nn.Module, operand: str, *products: str) -> bool:
+def takes_codes(layer: nn.Module, operand: str, *products: str) -> bool:
     """Return True if the layer multiplies an operand in these products in FP8, with one scale for the tensor."""
     if not isinstance(layer, Float8Linear) or getattr(layer.recipe, operand).kind is not ScaleKind.TENSOR:
         return False

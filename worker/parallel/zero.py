@@ -70,13 +70,14 @@ class ShardedStates:
         gradients: GradientBuckets,
         owners: Axis,
         counts: Callable[[Tensor], bool],
-        stage: Axis,
+        stage: Axis | None,
         zero_stage: int,
     ) -> None:
         """Cut the optimizer's states, and let the buckets deliver to pieces.
 
         owners: the ranks that hold one model between them, and agree on norms and skipped steps. counts: returns True if this
-        rank's pieces of a parameter count there. stage: the ranks that hold the same layers, and agree on scales.
+        rank's pieces of a parameter count there. stage: the ranks that agree on scales; by default those that hold the pieces
+        of a bucket. Parameters in no bucket are this rank's alone, and stay whole.
 
         Raises ValueError for an optimizer that is not ours, and for a parameter that is not contiguous.
         """
@@ -118,7 +119,8 @@ class ShardedStates:
         for parameter in elements:
             if is_float8_weight(parameter):
                 parameter.state.read_whole = _Read(self, parameter)
-        self._is_owned: Tensor | None = None  # of each quantized weight; made once, since making it waits for the device
+        self._whole = [parameter for parameter in gradients.model.parameters() if parameter not in self._pieces]
+        self._is_owned: dict[Axis, Tensor] = {}  # of each quantized weight; made once, since making it waits for the device
         self._keeps_pieces = False
         self.blocks: ShardedBlocks | None = None
         """The blocks whose weights are divided as well, at stage 3."""
@@ -178,7 +180,8 @@ class ShardedStates:
 
         Squares are summed in float64, so that the norm hardly depends on how gradients are cut.
         """
-        gradients = {parameter: piece.grad for parameter, piece in self._pieces.items() if piece.grad is not None}
+        held: dict[Tensor, Tensor] = {**self._pieces} | {parameter: parameter for parameter in self._whole}
+        gradients = {parameter: piece.grad for parameter, piece in held.items() if piece.grad is not None}
         return clip_together(gradients, max_norm, self.counts, self.owners)
 
     @torch.no_grad()
@@ -257,14 +260,18 @@ class ShardedStates:
 
     def _agree_on_scales(self) -> None:
         """Give each quantized weight the amax and the scale that its owners have written; NaN where one is not finite."""
-        pieces = [self._pieces[parameter] for bucket in self.gradients.buckets for parameter in bucket.parameters]
-        weights = [self.optimizer.quantized[piece] for piece in pieces if piece in self.optimizer.quantized]
-        if not weights:
-            return
-        device = weights[0].amax.device
-        if self._is_owned is None or self._is_owned.device != device:
-            self._is_owned = torch.tensor([weight.codes.numel() > 0 for weight in weights], device=device)
-        agree_on_weight_scales(self.optimizer, weights, self._is_owned, self.stage)
+        by_axis: dict[Axis, list[QuantizedWeight]] = {}
+        for bucket in self.gradients.buckets:
+            pieces = (self._pieces[parameter] for parameter in bucket.parameters)
+            weights = [self.optimizer.quantized[piece] for piece in pieces if piece in self.optimizer.quantized]
+            by_axis.setdefault(self.stage or bucket.axis, []).extend(weights)
+        for axis, weights in by_axis.items():
+            if not weights:
+                continue
+            device = weights[0].amax.device
+            if axis not in self._is_owned or self._is_owned[axis].device != device:
+                self._is_owned[axis] = torch.tensor([weight.codes.numel() > 0 for weight in weights], device=device)
+            agree_on_weight_scales(self.optimizer, weights, self._is_owned[axis], axis)
 
     def _gather_weights(self, bucket: Bucket, wants_weights: bool) -> Iterator[None]:
         """Gather the bucket's weights if wanted, and residuals that ranks hold whole. A `yield` leaves gathers under way."""
@@ -277,7 +284,7 @@ class ShardedStates:
         yield
         for whole, gather in zip(held, gathers, strict=True):
             for rank, share_S in enumerate(gather.wait()):
-                for piece in bucket.layout.pieces(rank) if rank != self.axis.rank else ():
+                for piece in bucket.layout.pieces(rank) if rank != bucket.axis.rank else ():
                     tensor = whole[piece.index]
                     if tensor is not None:
                         _elements(tensor, piece).copy_(share_S[piece.in_share])
@@ -313,14 +320,14 @@ class ShardedStates:
             if isinstance(value, dict):
                 whole[name] = {part: self._join(bucket, index, part, held, owns_some) for part, held in value.items()}
             else:  # the number of steps: a rank that owns nothing has taken none
-                steps = self._of_owners(torch.as_tensor(value, dtype=torch.float64), owns_some)
+                steps = self._of_owners(bucket, torch.as_tensor(value, dtype=torch.float64), owns_some)
                 whole[name] = self._kept_or_on_host(steps.to(value.dtype)) if isinstance(value, Tensor) else int(steps)
         return whole
 
     def _join(self, bucket: Bucket, index: int, part: str, held: Tensor, owns_some: bool) -> Tensor | TensorInPieces:
         """Return a part of a state, codes or scales, of all ranks' pieces of a parameter."""
         if held.dim() == 0:
-            scale = self._of_owners(held, owns_some)
+            scale = self._of_owners(bucket, held, owns_some)
             return self._kept_or_on_host(torch.where(scale.isfinite(), scale, torch.nan))
         elements_per_number = 1 if part == "codes" else BLOCK
         if self._keeps_pieces:
@@ -331,10 +338,10 @@ class ShardedStates:
         """Return a number of a whole state on the host, unless a checkpoint copies it there with the pieces."""
         return number if self._keeps_pieces else number.cpu()
 
-    def _of_owners(self, number: Tensor, owns_some: bool) -> Tensor:
+    def _of_owners(self, bucket: Bucket, number: Tensor, owns_some: bool) -> Tensor:
         """Return the number, which is not negative, that all owners of a parameter have; infinity for NaN."""
-        own = number.to(self.axis.device, copy=True)
-        return self.axis.max_(own if owns_some else torch.zeros_like(own))
+        own = number.to(bucket.axis.device, copy=True)
+        return bucket.axis.max_(own if owns_some else torch.zeros_like(own))
 
 
 class _GatheredMatrices:

@@ -44,7 +44,8 @@ def plain_tensors(
             continue
         waiting.setdefault(stack, []).append(_plain_values(held, reader, dtype))
         if len(waiting[stack]) == len(stack.parts):
-            yield stack.name, stack.joined(waiting.pop(stack))
+            own = stack.joined(waiting.pop(stack))
+            yield stack.name, reader.stack(own) if stack.is_divided else own
 
 
 def _plain_values(held: Tensor, reader: "Reader", dtype: torch.dtype) -> Tensor:
@@ -75,6 +76,9 @@ class Reader(Protocol):
     def codes(self, weight: Float8Weight) -> Tensor:
         """Return a weight's codes."""
 
+    def stack(self, own: Tensor) -> Tensor:
+        """Return the matrices of all ranks, given this rank's of a stack that the ranks divide."""
+
 
 class OwnParameters:
     """Reads the parameters of a model that this process holds whole."""
@@ -88,6 +92,10 @@ class OwnParameters:
     def codes(self, weight: Float8Weight) -> Tensor:
         """Return the codes."""
         return weight.codes.detach()
+
+    def stack(self, own: Tensor) -> Tensor:
+        """Return the matrices that this process holds."""
+        return own
 
 
 _READERS: WeakKeyDictionary[nn.Module, Reader] = WeakKeyDictionary()

@@ -15,7 +15,6 @@ from octet.api_schemas.precision import PrecisionSpec
 from octet.worker.common.config import TrainConfig
 from octet.worker.common.errors import InvalidConfig
 from octet.worker.fp8.experts import unstack_experts
-from octet.worker.mesh import Axis
 from octet.worker.models import TrainedModel, build_model
 from octet.worker.models.huggingface import build_from, build_without_values
 from octet.worker.models.initial import parameters_on_meta
@@ -47,11 +46,11 @@ class StartedModel:
         if self.values is None and isinstance(self.source, FileSource):
             self.source.make_masters(model, optimizer)
 
-    def fill(self, parallel: Parallel, replicas: Axis) -> None:
+    def fill(self, parallel: Parallel) -> None:
         """Give a divided model the values that it lacks, if it lacks them. Raises DoesNotFit."""
         if self.values is not None:
             assert isinstance(parallel.optimizer, LowBitOptimizer)  # that of every job after `prepare`
-            materialize(parallel.model, parallel.optimizer, parallel, self.values, replicas)
+            materialize(parallel.model, parallel.optimizer, parallel, self.values)
 
 
 def start_job(config: TrainConfig, device: torch.device) -> StartedModel:
@@ -120,7 +119,7 @@ def read_model(spec: FamilySpec, files: Files = ANY_FILE) -> TrainedModel:
 def divides(config: TrainConfig) -> bool:
     """Return whether the ranks of a job divide its model or its optimizer's states."""
     return config.layout.num_ranks > 1 and (
-        config.layout.tensor * config.layout.pipeline > 1 or config.parallelism.zero_stage > 0
+        config.layout.tensor * config.layout.pipeline * config.layout.expert > 1 or config.parallelism.zero_stage > 0
     )
 
 

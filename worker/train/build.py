@@ -132,7 +132,7 @@ def build(config: TrainConfig, mesh: Mesh, copies: HostCopies, tell: Tell, metri
     compiling = prepare_steps(model, optimizer, config.training, mesh.device)
 
     parallel = on_mesh(model, optimizer, mesh, config.parallelism)
-    started.fill(parallel, mesh.replicas)
+    started.fill(parallel)
     copies.copy_buffers_at_once(model)
     graph = step_graph_of(config, model, optimizer, prepared.health, mesh.device)
     return JobModel(model, optimizer, prepared.report, parallel, average, prepared.health, compiling, graph, flops)

@@ -37,7 +37,7 @@ def copied(tensors: list[Tensor]) -> list[Tensor]:
 def test_samples_become_the_mean_of_the_ranks(stage: Axis) -> None:
     model, found = scalings({"scaling": "current"})
     before = copied([scaling.sample for scaling in found])
-    agree_on_amaxes(model, stage)
+    agree_on_amaxes(model, stage, {})
     for scaling, own in zip(found, before, strict=True):
         assert own.isfinite().all()
         torch.testing.assert_close(scaling.sample, own * (1 + OTHER_RANK) / 2)
@@ -46,7 +46,7 @@ def test_samples_become_the_mean_of_the_ranks(stage: Axis) -> None:
 def test_amaxes_become_the_largest_of_the_ranks(stage: Axis) -> None:
     model, found = scalings({"scaling": "delayed", "amax_history_length": 4})
     before = copied([scaling.step_amax for scaling in found])
-    agree_on_amaxes(model, stage)
+    agree_on_amaxes(model, stage, {})
     for scaling, own in zip(found, before, strict=True):
         assert own > 0
         torch.testing.assert_close(scaling.step_amax, OTHER_RANK * own)

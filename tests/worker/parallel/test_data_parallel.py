@@ -131,7 +131,7 @@ def work(rank: int, port: int, folder: str) -> None:
         found["poisoned"] = poisoned(mesh.world)
         torch.manual_seed(rank)
         layer = nn.Linear(5, 3)
-        broadcast_parameters(layer, mesh.world)
+        broadcast_parameters(layer, lambda _tensor: mesh.world)
         found["parameters"] = list(layer.parameters())
         found["late"] = late(mesh.world)
         found["drawn"] = drawn_again(mesh.world)

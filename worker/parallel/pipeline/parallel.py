@@ -1,16 +1,13 @@
 """Pipeline parallelism: each rank of the pipeline axis holds stages of the model, and passes micro-batches on.
 
 `PipelineParallel` divides a model, `PipelinedModel` is its share of a step: gradients of tied weights, norms, checkpoints.
-A checkpoint has the names, numbers and whole tensors of the model without stages: the ranks describe to each other what each
-holds, and any layout reads it.
+A checkpoint is that of the model without stages (`held_part.py`).
 
 The other modules: `split.py` has the modules of each stage and calls one stage, `stage.py` one rank's stages, `schedule.py` the
 passes of a step by torch's schedules, `loop.py` the passes of somebody's own loop.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +15,10 @@ from torch import Tensor, nn
 
 from octet.worker.common.wrap import wrappers_of
 from octet.worker.fp8.convert import ConversionReport
-from octet.worker.mesh import Axes, Cut, SavedStates, TensorInPieces
+from octet.worker.mesh import Axes
 from octet.worker.optim import LowBitOptimizer
 from octet.worker.optim.sharding import check_unused
+from octet.worker.parallel.held_part import in_pieces, joined_over
 from octet.worker.parallel.pipeline.split import FamilySplit, split_of
 from octet.worker.parallel.pipeline.stage import Stages, keep_stages
 from octet.worker.parallel.strategy import DividedModel, Division, Strategy, check_compiled, check_rules
@@ -96,59 +94,19 @@ class PipelinedModel(DividedModel):
         self, model: dict[str, Any], optimizer_state: dict[str, Any], optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state dicts of the whole model and optimizer, with the places of what other ranks hold."""
-        groups = [
-            group | {"params": list(range(first, first + size))}
-            for group, first, size in zip(
-                optimizer_state["param_groups"], self._first_numbers(), self.stages.num_in_groups, strict=True
-            )
-        ]
-        numbers = [first + place for first, places in self._numbered_places() for place in places]
+        numbered = self.stages.held.numbered(optimizer_state)
         own = {
-            "model": self._in_pieces(dict(model)),
-            "state": {numbers[number]: self._in_pieces(state) for number, state in optimizer_state["state"].items()},
+            kind: in_pieces(dict(held), self._stage, self._first_rank)
+            for kind, held in (("model", model), ("state", numbered["state"]))
         }
-        whole: dict[str, dict[Any, Any]] = {"model": {}, "state": {}}
-        for described in self.stages.pipeline.gather_texts(json.dumps(_described(own))):
-            for kind, held in _read(json.loads(described)).items():
-                whole[kind] |= held
-        for kind, held in own.items():
-            whole[kind] |= held
-        return whole["model"], optimizer_state | {"state": whole["state"], "param_groups": groups}
+        whole = joined_over(self.stages.pipeline, own)
+        return whole["model"], numbered | {"state": whole["state"]}
 
     def own_part(
         self, model: dict[str, Any], optimizer_state: dict[str, Any], optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the part of whole state dicts that this rank's stages hold."""
-        kept = {name: held for name, held in model.items() if not name.startswith(self.stages.absent)}
-        groups = [
-            group | {"params": [group["params"][place] for place in places]}
-            for group, places in zip(optimizer_state["param_groups"], self.stages.places, strict=True)
-        ]
-        saved = optimizer_state["state"]
-        keys = [key for group in groups for key in group["params"] if key in saved]
-        states = saved.only(keys) if isinstance(saved, SavedStates) else {key: saved[key] for key in keys}
-        return kept, optimizer_state | {"state": states, "param_groups": groups}
-
-    def _first_numbers(self) -> list[int]:
-        """Return the number of each whole group's first parameter."""
-        return [sum(self.stages.num_in_groups[:index]) for index in range(len(self.stages.num_in_groups))]
-
-    def _numbered_places(self) -> list[tuple[int, list[int]]]:
-        return list(zip(self._first_numbers(), self.stages.places, strict=True))
-
-    def _in_pieces(self, value: Any) -> Any:
-        """Return the value with each tensor as a piece of the ranks that write it: the stage's first, or all that divide it."""
-        if isinstance(value, TensorInPieces):
-            return replace(value, first_rank=self._first_rank)
-        if isinstance(value, Tensor):
-            own = value.detach().reshape(-1)
-            places = ((0, own.numel()),)
-            return TensorInPieces(
-                own if self._stage.is_first else own[:0], tuple(value.shape), places, first_rank=self._first_rank
-            )
-        if isinstance(value, dict):
-            return {key: self._in_pieces(item) for key, item in value.items()}
-        return value
+        return self.stages.held.own_state(model, optimizer_state)
 
 
 def check_level(model: nn.Module) -> None:
@@ -167,25 +125,3 @@ def _check_memory_options(model: nn.Module, optimizer: torch.optim.Optimizer) ->
             "the model or its optimizer saves memory by fuse_loss, keep_activations_in_fp8, release_gradients or "
             "offload_optimizer; allowed with pipeline: none of them, which have not been proven for stages. Leave it out."
         )
-
-
-def _described(value: Any) -> Any:
-    """Return a tree of pieces as JSON, without their numbers."""
-    if isinstance(value, TensorInPieces):
-        cut = None if value.cut is None else asdict(value.cut)
-        return {"piece": [value.shape, value.places, value.stride, cut, value.first_rank]}
-    if isinstance(value, dict):
-        return {"dict": [[key, _described(item)] for key, item in value.items()]}
-    return {"value": value}
-
-
-def _read(described: Any) -> Any:
-    """Return the tree that `_described` has written; pieces hold no numbers."""
-    ((kind, content),) = described.items()
-    if kind == "piece":
-        shape, places, stride, described_cut, first_rank = content
-        cut = None if described_cut is None else Cut(**described_cut | {"shape": tuple(described_cut["shape"])})
-        return TensorInPieces(
-            torch.empty(0), tuple(shape), tuple((first, length) for first, length in places), stride, cut, first_rank
-        )
-    return {key: _read(item) for key, item in content} if kind == "dict" else content
