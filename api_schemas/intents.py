@@ -50,6 +50,7 @@ ALIASES: Mapping[str, str] = {
     "parallelism.tensor": "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size tp_size",
     "parallelism.pipeline": "pp pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size",
     "parallelism.context": "cp context_parallel context_parallel_size cp_size",
+    "parallelism.expert": "ep expert_parallel expert_parallel_size ep_size expert_model_parallel_size",
     "parallelism.sequence": "sequence_parallel",
     "resources.pool": "queue partition cluster node_pool",
     "precision.recipe.amax_history_length": "amax_history precision.amax_history amax_history_len",

@@ -20,7 +20,15 @@ from octet.api_schemas.levels import AUTOMATIC, LEVELS
 from octet.api_schemas.measured import Bytes
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.huggingface import CountedSizes, HuggingFaceSizes, HuggingFaceSpec, NetworkShapes
-from octet.api_schemas.planned_states import CLASSES, NotPlanned, States, states_of, states_of_rank, why_left
+from octet.api_schemas.planned_states import (
+    CLASSES,
+    NotPlanned,
+    States,
+    exchanged_of_experts,
+    states_of,
+    states_of_rank,
+    why_left,
+)
 from octet.api_schemas.precision import LevelName
 from octet.api_schemas.problem import explain
 from octet.api_schemas.resources import PoolConfig
@@ -140,8 +148,8 @@ class PlanRow(Contract):
     )
     exchanged_bytes: dict[str, dict[str, dict[str, int]]] | None = Field(
         default=None,
-        description="what tensor, context and pipeline ranks send each other in a step, by axis, collective and dtype; counted "
-        "with the peak, on its rank",
+        description="what tensor, context, pipeline and expert ranks send each other in a step, by axis, collective and dtype; "
+        "counted with the peak, on its rank; of expert ranks for tokens that are routed evenly",
     )
     peak_bytes: int | None = None
     peak_by_class: dict[str, int] | None = Field(default=None, description=f"alive at the peak: {', '.join(PEAK_CLASSES)}")
@@ -352,7 +360,7 @@ def _row(
         "host_bytes": states.host,
         "sent_bytes": states.sent,
         "peak_bytes": None if peak is None else peak.bytes,
-        "exchanged_bytes": None if peak is None else peak.exchanged,
+        "exchanged_bytes": exchanged_of_experts(spec, sizes) if peak is None else peak.exchanged,
         "peak_by_class": None if peak is None else peak.by_class,
         "step_bytes": None if peak is None else peak.bytes - peak.before,
         "lower_bytes": lower,

@@ -30,6 +30,9 @@ DELAYED_BYTES = 16
 LOSS_SCALING_BYTES = 24
 MATRIX_DTYPE = ("bfloat16", 2)
 """The dtype in which accelerators gather the matrices that Muon orthogonalizes, and its bytes."""
+ACTIVATION_DTYPE = ("bfloat16", 2)
+"""The dtype of activations on accelerators, and its bytes."""
+GRAD_OUTPUT_DTYPES = {"HYBRID": "float8_e5m2", "E4M3": "float8_e4m3fn"}
 WIDE = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2)}
 WEIGHT_DTYPES = {"fp32": ("float32", 4), "fp16+scale": ("float16", 2), "fp8": ("float8_e4m3fn", 1)}
 """The dtypes in which gradients and weights travel, and their bytes."""
@@ -53,13 +56,14 @@ class States(NamedTuple):
 
 
 class _Parameter(NamedTuple):
-    """A parameter on a rank: its elements there, and those of all tensor ranks.
+    """A parameter on a rank: its elements there, those of all tensor ranks, and the ranks that hold the same elements.
 
     block: the block whose weights the rank holds a share of and gathers together, under ZeRO 3; else None.
     """
 
     num_elements: int
     num_whole: int
+    num_replicas: int
     block: int | None
     is_converted: bool
     is_coded: bool
@@ -156,14 +160,14 @@ class _Rank:
         self.spec, self.sizes, self.shapes = spec, sizes, shapes
         self.precision, self.level = spec.resolved_precision, spec.precision.storage
         self.optimizer = spec.training.optimizer.name
-        self.num_replicas = spec.layout.data * spec.layout.context
+        self.num_replicas = spec.layout.replicas
         self.zero = spec.parallelism.zero_stage if self.num_replicas > 1 else 0
         self.parameters = self._parameters(pipeline_rank)
         self.buckets = self._buckets()
 
     def _parameters(self, pipeline_rank: int) -> list[_Parameter]:
         """Return the parameters in the order in which the rank's part of the network registers them."""
-        kept = _part_of_pipeline(self.spec, self.shapes, pipeline_rank)
+        kept = _own_experts(_part_of_pipeline(self.spec, self.shapes, pipeline_rank), self.spec.layout.expert)
         converted = converted_weights(self.shapes, self.precision)
         names, held = {shape.name for shape in kept}, []
         for shape in kept:
@@ -175,15 +179,17 @@ class _Rank:
             is_coded = is_converted and self.precision.holds_fp8_gradients
             block = shape.block if self.zero == 3 else None
             is_matrix = self.optimizer in MATRIX_STATES and is_hidden_matrix(shape)
-            held.append(_Parameter(num_elements, num_whole, block, is_converted, is_coded, is_matrix))
+            num_replicas = self.num_replicas // (1 if shape.expert is None else self.spec.layout.expert)
+            held.append(_Parameter(num_elements, num_whole, num_replicas, block, is_converted, is_coded, is_matrix))
         return held
 
     def _buckets(self) -> list[list[_Parameter]]:
         """Return the buckets in which gradients travel, as `data_parallel.py` fills them; their order does not matter here."""
-        kinds: dict[tuple[bool, bool, int | None], list[_Parameter]] = {}
+        kinds: dict[tuple[int, bool, bool, int | None], list[_Parameter]] = {}
         for parameter in reversed(self.parameters):
             in_codes = parameter.is_converted and self.level.weight != "fp32"
-            kinds.setdefault((parameter.is_coded, in_codes, parameter.block), []).append(parameter)
+            kind = (parameter.num_replicas, parameter.is_coded, in_codes, parameter.block)
+            kinds.setdefault(kind, []).append(parameter)
         return [
             kind[indices.start : indices.stop]
             for kind in kinds.values()
@@ -205,7 +211,7 @@ class _Rank:
 
     def _bucket_bytes(self, bucket: Sequence[_Parameter]) -> tuple[Counter[str], int]:
         """Return the bytes of a bucket's parameters by class, and those of their states in host memory."""
-        layout = BucketLayout(tuple(parameter.num_elements for parameter in bucket), self.num_replicas)
+        layout = BucketLayout(tuple(parameter.num_elements for parameter in bucket), bucket[0].num_replicas)
         found, host = Counter[str](), 0
         for (parameter, num_owned), times in Counter(zip(bucket, self._num_owned(layout), strict=True)).items():
             parts = [
@@ -220,22 +226,26 @@ class _Rank:
             for part in parts:
                 for kind, num_bytes in part.items():
                     found[kind] += times * num_bytes
-        if self.zero:
+        if self._divides(bucket[0]):
             self._correct_for_shares(found, bucket, layout.share_size)
         return found, host
 
     def _num_owned(self, layout: BucketLayout) -> Sequence[int]:
         """Return the elements of each parameter of a bucket that the rank steps."""
-        if not self.zero:
+        if not self.zero or layout.num_ranks == 1:
             return layout.sizes
         lengths = {piece.index: piece.length for piece in layout.pieces(0)}
         return [lengths.get(index, 0) for index in range(len(layout.sizes))]
 
     def _gradient_bytes(self, parameter: _Parameter, num_owned: int) -> dict[str, int]:
         """Return the bytes of a gradient at the update; none where it was released, or no element is this rank's."""
-        if self.spec.training.gradient_release or (self.zero and not num_owned):
+        if self.spec.training.gradient_release or (self._divides(parameter) and not num_owned):
             return {}
         return gradient_bytes("fp8" if parameter.is_coded else "fp32", num_owned)
+
+    def _divides(self, parameter: _Parameter) -> bool:
+        """Return True if ZeRO divides the states of a parameter: several ranks hold it."""
+        return self.zero > 0 and parameter.num_replicas > 1
 
     def _correct_for_shares(self, found: Counter[str], bucket: Sequence[_Parameter], share_size: int) -> None:
         """Count the shares of a bucket where ranks hold these, with their padding, and not each parameter's piece."""
@@ -270,13 +280,16 @@ class _Rank:
         wide_dtype, wide_bytes = WIDE[self.spec.parallelism.wide_communication]
         for bucket in self.buckets:
             first = bucket[0]
+            num_others = first.num_replicas - 1
+            if not num_others:
+                continue
             sizes = tuple(parameter.num_elements for parameter in bucket)
-            elements = BucketLayout(sizes, self.num_replicas).share_size * (self.num_replicas - 1)
+            elements = BucketLayout(sizes, first.num_replicas).share_size * num_others
             dtype, num_bytes = ("float8_e4m3fn", 1) if first.is_coded else (wide_dtype, wide_bytes)
             num_exchanges = num_passes if self.zero >= 2 else 1
             sent["exchange"][dtype] += elements * num_bytes * num_exchanges
             marks, mark_bytes = ("float32", 4) if first.is_coded else ("uint8", 1)  # scales, or who has a gradient
-            sent["gather"][marks] += len(bucket) * mark_bytes * (self.num_replicas - 1) * num_exchanges
+            sent["gather"][marks] += len(bucket) * mark_bytes * num_others * num_exchanges
             if self.zero:
                 dtype, num_bytes = self._weight_dtype(first)
                 if first.block is not None and dtype == "float32":
@@ -289,12 +302,53 @@ class _Rank:
 
     def _num_gathered_for_matrices(self, bucket: Sequence[_Parameter], sizes: tuple[int, ...]) -> int:
         """Return the elements that a rank sends so that each rank has Muon's whole matrices, padded to the largest piece."""
-        layout, num_elements = BucketLayout(sizes, self.num_replicas), 0
-        pieces = [piece for rank in range(self.num_replicas) for piece in layout.pieces(rank)]
+        layout, num_elements = BucketLayout(sizes, bucket[0].num_replicas), 0
+        pieces = [piece for rank in range(layout.num_ranks) for piece in layout.pieces(rank)]
         for index, parameter in enumerate(bucket):
             if parameter.is_matrix:
                 num_elements += max(piece.length for piece in pieces if piece.index == index)
-        return num_elements * (self.num_replicas - 1)
+        return num_elements * (layout.num_ranks - 1)
+
+
+def exchanged_of_experts(spec: JobSpec, sizes: FamilySizes) -> dict[str, dict[str, dict[str, int]]] | None:
+    """Return what a rank sends to others of the expert axis in a step, by axis, collective and dtype.
+
+    That is on an accelerator, with tokens routed evenly, and in a step that samples no statistics. None where no experts are
+    divided, where only a rank knows them, and with recomputation.
+    """
+    shapes, num_ranks = sizes.parameters(), spec.layout.expert
+    num_per_token, recipe = getattr(sizes, "num_experts_per_token", None), spec.resolved_precision.resolved_recipe
+    if num_ranks == 1 or spec.training.activation_checkpointing != "none":
+        return None
+    if shapes is None or num_per_token is None or recipe is None:
+        return None
+    held, num_passes = list(shapes), spec.batch.num_micro_batches
+    converted = converted_weights(held, spec.resolved_precision)
+    widths = {shape.layer: shape.shape[0] for shape in held if shape.expert is not None and shape.name.endswith(".bias")}
+    num_tokens = spec.batch.micro_batch_size * spec.tokens_per_sample
+    num_rows = num_passes * num_tokens * num_per_token * (num_ranks - 1) // num_ranks
+    takes_codes = (recipe.granularity, recipe.scaling, recipe.high_precision_gemms) == ("tensor", "current", ())
+    wide, wide_bytes = ACTIVATION_DTYPE
+    exchanged, gathered, reduced = Counter[str](), 0, 0
+    for shape in held:
+        if shape.expert is None or not shape.name.endswith(".down_proj.0.weight"):
+            continue
+        (_, num_experts), has_bias = shape.expert, shape.layer in widths
+        num_elements = num_rows * widths.get(shape.layer, shape.shape[0])
+        input = "float8_e4m3fn" if takes_codes and shape.name in converted else wide
+        grad_output = wide if input == wide or has_bias else GRAD_OUTPUT_DTYPES[recipe.format]
+        for dtype in (input, wide, grad_output, wide):  # there and back, forward and backward
+            exchanged[dtype] += num_elements * (wide_bytes if dtype == wide else 1)
+        gathered += num_passes * 4 * (2 * num_experts + 2) * (num_ranks - 1)
+        if grad_output != wide:
+            reduced += num_passes * (2 * 4 * num_experts * (num_ranks - 1) // num_ranks)
+    found = {"exchange": dict(exchanged), "gather": {"float32": gathered}}
+    return {"expert": found | ({"max": {"float32": reduced}} if reduced else {})}
+
+
+def _own_experts(shapes: Sequence[ParameterShape], degree: int) -> Sequence[ParameterShape]:
+    """Return the parameters that the first rank of an expert axis holds."""
+    return [shape for shape in shapes if shape.expert is None or shape.expert[0] < shape.expert[1] // degree]
 
 
 def _part_of_pipeline(spec: JobSpec, shapes: Sequence[ParameterShape], pipeline_rank: int) -> Sequence[ParameterShape]:

@@ -91,7 +91,8 @@ def _set_ranks(parallelism: Section, given: Given) -> None:
     for key in ("expert_parallel_degree", "expert_tensor_parallel_degree"):
         degree = parallelism.whole(key) or 1
         if degree > 1:
-            patch.leave(parallelism.path(key), degree, "experts lie on every rank", matters=True)
+            reason = "experts lie on every rank; parallelism.expert divides them, at te and O1 to O3 and at zero_stage 0 or 1"
+            patch.leave(parallelism.path(key), degree, reason, matters=True)
     parallelism.finish("torchtitan's parallelism")
 
 

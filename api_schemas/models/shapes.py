@@ -9,7 +9,8 @@ class ParameterShape(NamedTuple):
 
     is_linear: the weight of a linear layer, (out, in). divided_dim: the dimension by which tensor ranks cut it; None where each
     holds it whole. block: the index of the repeated block that it lies in; None outside of blocks. tied_to: the name of the
-    parameter that this is, unless a pipeline keeps the two on different ranks.
+    parameter that this is, unless a pipeline keeps the two on different ranks. expert: the index of the expert that it belongs
+    to, and the number of experts of the mixture, where each is a layer of its own.
     """
 
     name: str
@@ -18,6 +19,7 @@ class ParameterShape(NamedTuple):
     divided_dim: int | None = None
     block: int | None = None
     tied_to: str | None = None
+    expert: tuple[int, int] | None = None
 
     @property
     def layer(self) -> str:

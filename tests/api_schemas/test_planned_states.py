@@ -17,7 +17,15 @@ from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.shapes import ParameterShape
 from octet.api_schemas.plan import PlanRequest, TraceRequest, candidates, rows_of, sizes_with
-from octet.api_schemas.planned_states import NUM_MEASURES, NotPlanned, States, states_of, states_of_rank, validated
+from octet.api_schemas.planned_states import (
+    NUM_MEASURES,
+    NotPlanned,
+    States,
+    exchanged_of_experts,
+    states_of,
+    states_of_rank,
+    validated,
+)
 from octet.client.planner import trace_here
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.fp8.experts import unstack_experts
@@ -103,7 +111,8 @@ def measured_on_axes(spec: JobSpec, rank: int) -> tuple[dict[str, int], dict[str
     prepare_steps(prepared.model, prepared.optimizer, config.training, device)
     mesh = Axes.of_layout(config.layout, rank, device)
     parallel = on_mesh(prepared.model, prepared.optimizer, mesh, config.parallelism)
-    parallel.replicas.sent_bytes.clear()
+    for axis in (parallel.replicas, parallel.axes.expert_replicas):
+        axis.sent_bytes.clear()
     sent_before = sent_on_axes(parallel.axes)
     batch, num_passes = batch_of(spec.model.family), config.batch.num_micro_batches
     for index in range(num_passes):
@@ -113,8 +122,10 @@ def measured_on_axes(spec: JobSpec, rank: int) -> tuple[dict[str, int], dict[str
     held = memory_report(prepared.model, prepared.optimizer)
     held["other"] += average.num_bytes
     sent: dict[str, dict[str, int]] = {}
-    for (collective, dtype), num_bytes in parallel.replicas.sent_bytes.items():
-        sent.setdefault(collective, {})[dtype] = num_bytes
+    for axis in {parallel.replicas, parallel.axes.expert_replicas}:
+        for (collective, dtype), num_bytes in axis.sent_bytes.items():
+            sent.setdefault(collective, {}).setdefault(dtype, 0)
+            sent[collective][dtype] += num_bytes
     return held, sent, dict(sent_on_axes(parallel.axes) - sent_before)
 
 
@@ -303,10 +314,10 @@ def test_a_rank_of_each_layout(workers: int, parallelism: dict[str, Any], level:
     assert counted == pytest.approx(sum(sum(by_dtype.values()) for by_dtype in sent.values()), rel=0.015)
 
 
-def counted(rank: int, port: int, folder: str, documents: dict[str, dict[str, Any]]) -> None:
-    """Take a step of each job as one of two real ranks, and write what the rank holds and sends."""
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")
-    found = {name: measured(JobSpec.model_validate(document), rank) for name, document in documents.items()}
+def counted(rank: int, port: int, folder: str, documents: dict[str, dict[str, Any]], num_ranks: int = 2) -> None:
+    """Take a step of each job as one of some real ranks, and write what the rank holds and sends."""
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, init_method=f"tcp://127.0.0.1:{port}")
+    found = {name: measured_on_axes(JobSpec.model_validate(document), rank) for name, document in documents.items()}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -387,6 +398,47 @@ def test_plans_count_what_tensor_and_context_ranks_send_each_other(tmp_path: Pat
         found = {key: num_bytes for key, num_bytes in counted_bytes[reply.id].items() if num_bytes}
         assert planned_bytes == pytest.approx(found, rel=0.01), reply.id
         assert sum(planned_bytes.values()) > 0
+
+
+@pytest.mark.system
+def test_ranks_hold_and_send_what_was_planned_of_their_experts(tmp_path: Path) -> None:
+    """On four ranks, two of which hold the same experts. Each token goes to all experts, so that the ranks send alike."""
+    model = MIXTURE | {"config": MIXTURE["config"] | {"num_experts_per_tok": 4}}
+    quiet = {"statistics_every": 0}
+    specs = {
+        f"{level} {stage}": job(
+            model,
+            workers=4,
+            precision={"level": level, **quiet},
+            parallelism={"expert": 2, "zero_stage": stage},
+            training={"gradient_clip": None},
+        )
+        for level, stage in (("O2", 0), ("O2", 1), ("O3-split", 1), ("te", 1))
+    }
+    documents = {name: spec.model_dump(mode="json", exclude_unset=True) for name, spec in specs.items()}
+    run_ranks(counted, (free_port(), str(tmp_path), documents, 4), 4)
+    found = json.loads((tmp_path / "0.json").read_text())
+    for name, spec in specs.items():
+        sizes = sizes_with(spec, look_at(spec, None).shapes)
+        held, sent, on_axes = found[name]
+        states = states_of(spec, sizes)
+        assert states.held == held, name
+        for collective, by_dtype in states.sent.items():
+            for dtype, num_bytes in by_dtype.items():
+                assert num_bytes == pytest.approx(sent[collective][dtype], rel=0.01), (name, collective, dtype)
+        exchanged = exchanged_of_experts(spec, sizes)
+        assert exchanged is not None
+        values = exchanged["expert"]["exchange"].pop("bfloat16")
+        exchanged["expert"]["exchange"]["float32"] = 2 * values  # a CPU's activations
+        planned_bytes = {
+            f"expert {collective} {dtype}": num_bytes
+            for collective, by_dtype in exchanged["expert"].items()
+            for dtype, num_bytes in by_dtype.items()
+        }
+        of_experts = {key: num_bytes for key, num_bytes in on_axes.items() if key.startswith("expert") and num_bytes}
+        if "expert max float32" in planned_bytes:  # the ranks also agree on skipped steps, and on the norm
+            assert of_experts.pop("expert max float32") == pytest.approx(planned_bytes.pop("expert max float32"), abs=8)
+        assert planned_bytes == {key: of_experts[key] for key in planned_bytes}, name
 
 
 def trained(rank: int, port: int, folder: str, document: dict[str, Any]) -> None:

@@ -101,6 +101,12 @@ def expert_stacks(model: nn.Module) -> list[nn.Parameter]:
     return [module.get_parameter(name) for module in found for name in _stacked(module)]
 
 
+def experts_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the layers of experts that were unstacked, by name: the expert of each, and the number in its mixture."""
+    stacks = ((name, linears) for name, linears in model.named_modules() if isinstance(linears, ExpertLinears))
+    return {f"{name}.{expert}": (expert, len(linears)) for name, linears in stacks for expert in linears.held}
+
+
 def has_experts(model: nn.Module) -> bool:
     """Return True for a model with experts that were unstacked. The host waits for the device in each of their passes."""
     return any(wrapper_of(module, ExpertsForward) is not None for module in model.modules())

@@ -87,7 +87,8 @@ class DividedExperts(DividedModel):
         self, axes: Axes, held: HeldPart, stacks: dict[str, ExpertLinears], mixtures: "Sequence[ExpertsOnRanks]"
     ) -> None:
         """stacks: of the model, by name."""
-        self.axis, self.replicas, self.held, self.mixtures = axes.expert, axes.expert_replicas, held, mixtures
+        self.axes, self.held, self.mixtures = axes, held, mixtures
+        self.axis, self.replicas = axes.expert, axes.expert_replicas
         self._stacks = stacks
         self._first_rank = axes.layout.group("expert_replicas", axes.world.rank)[0]
         self._parameters = {parameter for linears in stacks.values() for parameter in linears.parameters()}

@@ -180,7 +180,8 @@ class ShardedStates:
 
         Squares are summed in float64, so that the norm hardly depends on how gradients are cut.
         """
-        held: dict[Tensor, Tensor] = {**self._pieces} | {parameter: parameter for parameter in self._whole}
+        held: dict[Tensor, Tensor] = {parameter: parameter for parameter in self._whole}
+        held.update(self._pieces)
         gradients = {parameter: piece.grad for parameter, piece in held.items() if piece.grad is not None}
         return clip_together(gradients, max_norm, self.counts, self.owners)
 

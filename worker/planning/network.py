@@ -11,7 +11,7 @@ from octet.api_schemas.inputs import ImageInput
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.huggingface import HuggingFaceSpec, NetworkShapes
 from octet.api_schemas.models.shapes import ParameterShape
-from octet.worker.fp8.experts import has_experts, unstack_experts
+from octet.worker.fp8.experts import experts_of, has_experts, unstack_experts
 from octet.worker.fp8.layout import layout_of
 from octet.worker.models import TrainedModel, build_model
 from octet.worker.models.blocks import repeated_blocks
@@ -94,7 +94,7 @@ def look_at(spec: JobSpec, config: Mapping[str, Any] | None) -> Found:
     homes = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
     roles = roles_of(model, plan_of(model)) if spec.parallelism.tensor > 1 else {}
     linear = {f"{name}.weight" for name, module in model.named_modules() if layout_of(module) is not None}
-    shapes, first_names = [], dict[int, str]()
+    experts, shapes, first_names = experts_of(model), [], dict[int, str]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         role = roles.get(name.rpartition(".")[0])
         is_whole = role is None or (role == "row" and parameter.dim() == 1)
@@ -106,6 +106,7 @@ def look_at(spec: JobSpec, config: Mapping[str, Any] | None) -> Found:
                 None if is_whole else DIVIDED_DIMS.get(role or ""),
                 homes.get(id(parameter)),
                 first_names.get(id(parameter)),
+                experts.get(name.rpartition(".")[0]),
             )
         )
         first_names.setdefault(id(parameter), name)

@@ -152,9 +152,10 @@ def _step(spec: JobSpec, batch: Batch, model: TrainedModel, optimizer: Any, para
 
 
 def sent_on_axes(axes: Axes) -> Counter[str]:
-    """Return the bytes that the rank has sent on every axis but that of replicas, whose bytes have a closed form."""
-    counted, found = [axes.replicas.sent_bytes, axes.data.sent_bytes], Counter[str]()
-    for name in ("tensor", "context", "pipeline", "stage", "world"):
+    """Return the bytes that the rank has sent on every axis but those of replicas, whose bytes have a closed form."""
+    counted = [axis.sent_bytes for axis in (axes.replicas, axes.data, axes.expert_replicas)]
+    found = Counter[str]()
+    for name in ("tensor", "context", "expert", "pipeline", "stage", "world"):
         sent = axes[name].sent_bytes
         if not any(sent is each for each in counted):  # axes of the same ranks share one counter
             counted.append(sent)

@@ -12,6 +12,7 @@ from octet.api_schemas import EventReport, FamilySizes, ReportBody
 from octet.worker.checkpoint.host_copies import HostCopies
 from octet.worker.common.config import TrainConfig
 from octet.worker.fp8.convert import ConversionReport
+from octet.worker.fp8.experts import experts_of
 from octet.worker.fp8.health import HealthEvent, LayerDemoted, StepKeeper
 from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.mesh import Mesh
@@ -119,7 +120,7 @@ def build(config: TrainConfig, mesh: Mesh, copies: HostCopies, tell: Tell, metri
         config.precision,
         seed=config.seed,
         tokens=config.tokens_per_pass,
-        on_event=partial(_report_health, tell, metrics, mesh),
+        on_event=partial(_report_health, tell, metrics, mesh, frozenset(experts_of(model))),
         source=started.source,
     )
     model = prepared.model
@@ -138,8 +139,8 @@ def build(config: TrainConfig, mesh: Mesh, copies: HostCopies, tell: Tell, metri
     return JobModel(model, optimizer, prepared.report, parallel, average, prepared.health, compiling, graph, flops)
 
 
-def _report_health(tell: Tell, metrics: Metrics, mesh: Mesh, event: HealthEvent) -> None:
-    """Count a layer that was demoted or came back, and report it. Each stage of a pipeline has layers of its own."""
+def _report_health(tell: Tell, metrics: Metrics, mesh: Mesh, experts: frozenset[str], event: HealthEvent) -> None:
+    """Count a layer that was demoted or came back, and report it, on the first of the ranks that hold it."""
     if isinstance(event, LayerDemoted):
         metrics.observe_demotions(1)
         kind, change = "layer.demoted", f"computes in bf16 from step {event.step} on: {event.operand} {event.reason}"
@@ -147,7 +148,8 @@ def _report_health(tell: Tell, metrics: Metrics, mesh: Mesh, event: HealthEvent)
         metrics.observe_demotions(-1)
         kind, change = "layer.recovered", f"multiplies in FP8 again from step {event.step} on"
     body = EventReport(type=kind, message=f"layer {event.layer!r} {change}", data={"layer": event.layer, "step": event.step})
-    tell(body, is_sent=mesh.stage.is_first)
+    holders = mesh.expert_replicas if event.layer in experts and mesh.expert.size > 1 else mesh.stage
+    tell(body, is_sent=holders.is_first)
 
 
 def flops_per_token(sizes: FamilySizes, model: nn.Module, sequence_length: int) -> float:
