@@ -23,6 +23,7 @@ This page is written from the rules in `api_schemas/rules/` by `make snapshots`.
 the field, what was got, what is allowed and what to change.
 """
 _MODEL = {"preset": "llama-tiny", "num_layers": 8, "num_heads": 4, "num_key_value_heads": 4}
+_MIXTURE = {"architecture": "mixtral", "config": {"vocab_size": 256, "num_local_experts": 8}}
 _DATA = {"source": "tokens", "path": "/data/tokens"}
 _TRAINING = {"steps": 8, "global_batch_size": 16, "sequence_length": 64, "gradient_clip": None}
 _FIXED: Mapping[str, Any] = {"name": "pair", "model": _MODEL, "data": _DATA, "training": _TRAINING}
@@ -41,6 +42,7 @@ _OPTIONS = (
     _Option("tensor 2", {"parallelism.tensor": 2}),
     _Option("sequence", {"parallelism.tensor": 2, "parallelism.sequence": True}),
     _Option("context 2", {"parallelism.context": 2}),
+    _Option("expert 2", {"parallelism.expert": 2, "model": _MIXTURE}),
     _Option("pipeline 2", {"parallelism.pipeline": 2}),
     _Option("interleaved", {"parallelism.pipeline": 2, "parallelism.schedule": "interleaved"}),
     *(_Option(f"ZeRO {stage}", {"parallelism.zero_stage": stage}, needs_ranks=True) for stage in (1, 2, 3)),
@@ -98,7 +100,10 @@ def _pairs() -> str:
     for first in _OPTIONS:
         cells = ["" if first is second else signs[are_combined(first, second)] for second in _OPTIONS]
         lines.append(f"| {first.title} | {' | '.join(cells)} |")
-    text = "Each cell is a checked job with both options: of a llama that every degree divides; with adapter, of a saved model."
+    text = (
+        "Each cell is a checked job with both options: of a llama that every degree divides; with adapter, of a saved "
+        "model, and with expert, of a mixture."
+    )
     return "\n".join(["## Two options", "", text, "", *lines, ""])
 
 

@@ -122,6 +122,7 @@ def test_every_path_of_a_rule_exists(family: str) -> None:
     }
     left_out = {f"model.sizes.takes.{name}" for name in behind[type(model.sizes.takes)]}
     left_out |= set() if model.sizes.capabilities.pipeline else {"model.sizes.num_layers"}
+    left_out |= set() if model.sizes.capabilities.expert else {"model.sizes.num_experts"}
     for path in paths - left_out - {"data.tokenizer"}:
         facts[path]  # an AttributeError names a path that does not exist
 
