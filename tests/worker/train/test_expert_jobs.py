@@ -21,6 +21,9 @@ from tests.worker.models.test_architectures import CONFIGS
 
 ARCHITECTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe")
 
+WITH: dict[str, dict[str, Any]] = {"mixtral": {"activation_checkpointing": "full"}, "olmoe": {"micro_batch_size": 1}}
+"""Options of training that some of the jobs have besides: blocks that are computed again, and accumulated gradients."""
+
 
 def document(architecture: str, corpus: Path, **parts: Any) -> dict[str, Any]:
     training = {"steps": 4, "global_batch_size": 4, "sequence_length": 32, "eval_every": 2, "checkpoint_every": 2}
@@ -29,7 +32,9 @@ def document(architecture: str, corpus: Path, **parts: Any) -> dict[str, Any]:
         "model": {"family": "huggingface", "architecture": architecture, "config": CONFIGS[architecture]},
         "precision": {"level": "O2", "statistics_every": 0},
         "data": {"source": "text", "path": str(corpus)},
-        "training": training | {"eval_batches": 3, "optimizer": {"learning_rate": 3e-3}, "compile": "off"},
+        "training": training
+        | WITH.get(architecture, {})
+        | {"eval_batches": 3, "optimizer": {"learning_rate": 3e-3}, "compile": "off"},
         "parallelism": {"expert": 2, "zero_stage": 1},
         "resources": {"workers": 2},
     } | parts
