@@ -402,7 +402,7 @@ def test_plans_count_what_tensor_and_context_ranks_send_each_other(tmp_path: Pat
 
 @pytest.mark.system
 def test_ranks_hold_and_send_what_was_planned_of_their_experts(tmp_path: Path) -> None:
-    """On four ranks, two of which hold the same experts. Each token goes to all experts, so that the ranks send alike."""
+    """Four ranks hold each expert twice. Each token goes to all experts, so that the ranks send alike."""
     model = MIXTURE | {"config": MIXTURE["config"] | {"num_experts_per_tok": 4}}
     quiet = {"statistics_every": 0}
     specs = {

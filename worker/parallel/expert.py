@@ -298,7 +298,7 @@ def _amax_by_expert(rows_SK: Tensor, expert_S: Tensor, num_experts: int) -> Tens
 
 def _reordered(rows: Tensor, sizes: list[int], num_outer: int) -> Tensor:
     """Return runs of rows in the order of their inner index, then their outer one. sizes: of the runs, by the outer first."""
-    runs = rows.view(torch.uint8).split(sizes)
+    runs = rows.contiguous().view(torch.uint8).split(sizes)
     num_inner = len(sizes) // num_outer
     in_order = [runs[outer * num_inner + inner] for inner in range(num_inner) for outer in range(num_outer)]
     return torch.cat(in_order).view(rows.dtype)

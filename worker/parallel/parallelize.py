@@ -69,9 +69,7 @@ def parallelize(
     all. They read the same samples, whole; logits and `loss` are of this rank's tokens, which `Parallel.own_tokens` returns of
     targets. Ranks lie in the order data, context, tensor, the last next to each other, as those of
     `init_device_mesh(…, mesh_dim_names=("dp", "cp", "tp"))`.
-    expert: this many neighbouring ranks each hold some experts of every mixture of transformers, at a level that multiplies in
-    FP8, and get the tokens of these from the others (`expert.py`). They read different samples. zero_stage: 0 or 1. State dicts
-    hold this rank's experts.
+    expert: this many ranks each hold some experts of every mixture (`expert.py`), as state dicts then do. zero_stage: 0 or 1.
     pipeline: this many ranks hold consecutive blocks of the model; it is the slowest axis of the mesh. `Parallel.step(inputs,
     targets, loss_fn)` then runs all passes of a batch, the same one on all ranks but those of `Parallel.data`, in
     micro_batches of one size (as torch's `n_microbatches`), and returns the loss on the last stage. The model is a gpt or

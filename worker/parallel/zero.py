@@ -76,8 +76,7 @@ class ShardedStates:
         """Cut the optimizer's states, and let the buckets deliver to pieces.
 
         owners: the ranks that hold one model between them, and agree on norms and skipped steps. counts: returns True if this
-        rank's pieces of a parameter count there. stage: the ranks that agree on scales; by default those that hold the pieces
-        of a bucket. Parameters in no bucket are this rank's alone, and stay whole.
+        rank's pieces of a parameter count there. stage: the ranks that agree on scales, by default those of each bucket.
 
         Raises ValueError for an optimizer that is not ours, and for a parameter that is not contiguous.
         """
@@ -119,7 +118,6 @@ class ShardedStates:
         for parameter in elements:
             if is_float8_weight(parameter):
                 parameter.state.read_whole = _Read(self, parameter)
-        self._whole = [parameter for parameter in gradients.model.parameters() if parameter not in self._pieces]
         self._is_owned: dict[Axis, Tensor] = {}  # of each quantized weight; made once, since making it waits for the device
         self._keeps_pieces = False
         self.blocks: ShardedBlocks | None = None
@@ -180,8 +178,9 @@ class ShardedStates:
 
         Squares are summed in float64, so that the norm hardly depends on how gradients are cut.
         """
-        held: dict[Tensor, Tensor] = {parameter: parameter for parameter in self._whole}
-        held.update(self._pieces)
+        parameters = self.gradients.model.parameters()
+        whole = {parameter: parameter for parameter in parameters if parameter not in self._pieces}  # this rank's alone
+        held: dict[Tensor, Tensor] = {**self._pieces, **whole}
         gradients = {parameter: piece.grad for parameter, piece in held.items() if piece.grad is not None}
         return clip_together(gradients, max_norm, self.counts, self.owners)
 

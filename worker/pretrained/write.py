@@ -12,6 +12,7 @@ from octet.worker.fp8.bf16 import HalfLinear
 from octet.worker.fp8.convert import ConversionReport
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.recipe import E4M3
+from octet.worker.fp8.stacks import stacks_of
 from octet.worker.fp8.weight import is_float8_weight
 from octet.worker.kernels.formats import BLOCK
 from octet.worker.models.wrapped import WrappedModel
@@ -92,6 +93,11 @@ def check_form(model: nn.Module, format: str, strategy: str | None = None, form:
     """Refuse what cannot be written, before anything is. Raises ValueError."""
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; allowed: {', '.join(FORMATS)}.")
+    if format == "fp8" and any(stack.is_divided for stack in stacks_of(model)):
+        raise ValueError(
+            'format "fp8" writes codes, and ranks hold different experts of the model; allowed: "bf16" and "fp32", which '
+            "gather stacks of values. Export a checkpoint, which has the experts of all ranks, or use one of these."
+        )
     layout = layout_of_model(model, in_fp8=format == "fp8")
     if layout.config is None and not callable(getattr(type(_network(model)), "save_pretrained", None)):
         raise ValueError(

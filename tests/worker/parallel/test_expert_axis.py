@@ -22,6 +22,7 @@ from octet.worker.parallel.norm import squared_norm
 from octet.worker.parallel.parallel import read_over_ranks
 from octet.worker.parallel.strategies import divide
 from octet.worker.parallel.tensor import TensorShards
+from octet.worker.pretrained.write import check_form
 from tests.kit.ports import free_port
 from tests.kit.ranks import refusal_of, run_ranks, saved_by_ranks
 from tests.worker.fp8.test_experts import NUM_EXPERTS, WIDTH, experts, routing
@@ -31,21 +32,24 @@ from tests.worker.parallel.reference import (
     MICRO_BATCHES,
     STEPS,
     Result,
+    adamw,
     make,
     mean_of,
     set_share,
     step_on_ranks,
 )
 from tests.worker.parallel.test_experts import Mixture
+from tests.worker.parallel.test_muon import muon
 
 pytestmark = pytest.mark.system
 
-Case = tuple[str, int, int]
-"""A level, the stage of ZeRO, and the ranks that divide the experts."""
+Case = tuple[str, int, int, str]
+"""A level, the stage of ZeRO, the ranks that divide the experts, and the optimizer."""
 CASES: dict[int, list[Case]] = {
-    2: [("O2", 0, 2), ("O2", 1, 2), ("te", 1, 2), ("O3-split", 0, 2), ("O1", 0, 2)],
-    4: [("O2", 0, 2), ("O2", 1, 2), ("O3", 1, 2), ("O2", 1, 4)],
+    2: [(level, stage, 2, "adamw") for level, stage in (("O2", 0), ("O2", 1), ("te", 1), ("O3-split", 0), ("O1", 0))],
+    4: [("O2", 0, 2, "adamw"), ("O2", 1, 2, "muon"), ("O3", 1, 2, "adamw"), ("O2", 1, 4, "adamw")],
 }
+OPTIMIZERS = {"adamw": adamw, "muon": muon}
 KINDS = ("even", "skewed", "an empty expert", "no tokens")
 LAYER_LEVELS = ("O2", "te")
 """Tokens in codes, and as values, since the scales of te are of past steps."""
@@ -92,8 +96,8 @@ def experts_of(model: nn.Module) -> list[bool]:
 
 def one_process(num_ranks: int, case: Case) -> Result:
     """The same steps in one process. Each group of ranks that holds all experts between them is computed together."""
-    level, _, degree = case
-    model, optimizer = make(level, 0, num_ranks, Mixture)
+    level, _, degree, name = case
+    model, optimizer = make(level, 0, num_ranks, Mixture, OPTIMIZERS[name])
     groups, are_experts = [list(range(first, first + degree)) for first in range(0, num_ranks, degree)], experts_of(model)
     losses: list[list[float]] = [[] for _ in range(num_ranks)]
     for step in range(STEPS):
@@ -144,8 +148,8 @@ def follow(model: nn.Module, copies: list[list[nn.Module]]) -> None:
 
 
 def trained(mesh: Mesh, case: Case, folder: Path) -> dict[str, Any]:
-    level, stage, _ = case
-    model, optimizer = make(level, mesh.data.rank, mesh.data.size, Mixture)
+    level, stage, _, name = case
+    model, optimizer = make(level, mesh.data.rank, mesh.data.size, Mixture, OPTIMIZERS[name])
     parts = divide(model, optimizer, mesh)
     parallel = Parallel(model, optimizer, mesh, zero_stage=stage, max_elements=MAX_ELEMENTS, parts=parts)
     losses = []
@@ -176,7 +180,9 @@ def on_rank(mesh: Mesh, kind: str, level: str) -> dict[str, Any]:
         for name in ("gate_up_proj", "down_proj")
         for expert, layer in getattr(model, name).held.items()
     }
+    refusal = refusal_of(partial(check_form, model, "fp8"))
     return {
+        "refusal": refusal,
         "of tokens": (output.detach(), tokens.grad, weights.grad),
         "sent": sent,
         "all sent": dict(mesh.expert.sent_bytes),
@@ -264,7 +270,7 @@ def test_ranks_with_different_experts_train_as_one_process(ranks: tuple[Path, li
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each of two ranks found, that is about more than steps."""
+    """Return the findings of two ranks, by rank, about single passes and refusals."""
     folder = tmp_path_factory.mktemp("layer")
     run_ranks(work_on_layers, (free_port(), str(folder)), 2)
     return saved_by_ranks(folder, 2)
@@ -325,6 +331,7 @@ def test_ranks_with_fewer_batches_take_part_in_an_evaluation(two: list[Any]) -> 
 
 def test_what_cannot_be_divided_is_refused(two: list[Any]) -> None:
     for found in two:
+        assert "ranks hold different experts of the model" in found["layer"]["even", "O2"]["refusal"]
         plain, stacked, of_three = found["refused"]
         assert "Sequential has no experts that are layers of their own" in plain
         assert "at a level that multiplies in FP8" in stacked
