@@ -46,7 +46,9 @@ class GradientBuckets:
         """
         self.model, self.axis = model, axis
         self._trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
-        self.buckets = _make_buckets(model, axis_of or (lambda _parameter: axis), max_elements, wide_dtype, blocks or {})
+        axes = {parameter: axis if axis_of is None else axis_of(parameter) for parameter in self._trained}
+        shared = {parameter: part for parameter, part in axes.items() if part is axis or part.size > 1}
+        self.buckets = _make_buckets(model, shared, max_elements, wide_dtype, blocks or {})
         self.syncs = True
         """True if gradients that arrive are exchanged."""
         self.finishes_itself = False
@@ -213,25 +215,27 @@ def broadcast_parameters(model: nn.Module, axis_of: Callable[[Tensor], Axis]) ->
 
 def _make_buckets(
     model: nn.Module,
-    axis_of: Callable[[Tensor], Axis],
+    axes: Mapping[nn.Parameter, Axis],
     max_elements: int,
     wide_dtype: torch.dtype,
     blocks: Mapping[Tensor, int],
 ) -> list[Bucket]:
-    """Buckets of parameters that are stored alike, in the order in which a backward pass is expected to fill them."""
+    """Buckets of parameters that are stored alike, in the order in which a backward pass is expected to fill them.
+
+    axes: the ranks that hold each parameter of a bucket.
+    """
     positions = {
         layer.weight: layer.gradient_position
         for layer in model.modules()
         if isinstance(layer, Float8Linear) and layer.gradient_position is not None
     }
-    trained = [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
-    place = {parameter: index for index, parameter in enumerate(trained)}
+    ordered = [parameter for parameter in reversed(list(model.parameters())) if parameter in axes]
+    place = {parameter: index for index, parameter in enumerate(ordered)}
     kinds: dict[tuple[Axis, bool, torch.dtype, torch.device, int | None], list[nn.Parameter]] = {}
-    for parameter in trained:
-        axis = axis_of(parameter)
-        kind = (axis, parameter in positions, stored(parameter).dtype, parameter.device, blocks.get(parameter))
-        if axis.size > 1:
-            kinds.setdefault(kind, []).append(parameter)
+    for parameter in ordered:
+        is_in_codes, dtype = parameter in positions, stored(parameter).dtype
+        kind = (axes[parameter], is_in_codes, dtype, parameter.device, blocks.get(parameter))
+        kinds.setdefault(kind, []).append(parameter)
     buckets: list[Bucket] = []
     for (axis, is_in_codes, *_), parameters in kinds.items():
         for indices in fill_buckets([parameter.numel() for parameter in parameters], max_elements):

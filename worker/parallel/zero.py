@@ -178,9 +178,8 @@ class ShardedStates:
 
         Squares are summed in float64, so that the norm hardly depends on how gradients are cut.
         """
-        parameters = self.gradients.model.parameters()
-        whole = {parameter: parameter for parameter in parameters if parameter not in self._pieces}  # this rank's alone
-        held: dict[Tensor, Tensor] = {**self._pieces, **whole}
+        held: dict[Tensor, Tensor] = dict(self._pieces)
+        held |= {parameter: parameter for parameter in self.gradients.model.parameters() if parameter not in held}
         gradients = {parameter: piece.grad for parameter, piece in held.items() if piece.grad is not None}
         return clip_together(gradients, max_norm, self.counts, self.owners)
 

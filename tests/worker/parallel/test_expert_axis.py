@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from octet.api_schemas import Layout
+from octet.api_schemas.precision import PrecisionSpec
 from octet.worker import checkpoint, exact_state_dict, initialize, plain_state_dict
 from octet.worker.common.config import RankEnv
-from octet.worker.fp8.experts import ExpertLinears
+from octet.worker.fp8.experts import ExpertLinears, unstack_experts
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.mesh import Mesh
 from octet.worker.mesh.axes import make_axes
@@ -53,6 +54,14 @@ OPTIMIZERS = {"adamw": adamw, "muon": muon}
 KINDS = ("even", "skewed", "an empty expert", "no tokens")
 LAYER_LEVELS = ("O2", "te")
 """Tokens in codes, and as values, since the scales of te are of past steps."""
+
+
+class Unstacked(Mixture):
+    """With experts that are layers of their own before the optimizer is made: Muon's states of a stack are in few bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        unstack_experts(self, PrecisionSpec(level="O2"))
 
 
 class _Scaled(torch.autograd.Function):
@@ -97,7 +106,7 @@ def experts_of(model: nn.Module) -> list[bool]:
 def one_process(num_ranks: int, case: Case) -> Result:
     """The same steps in one process. Each group of ranks that holds all experts between them is computed together."""
     level, _, degree, name = case
-    model, optimizer = make(level, 0, num_ranks, Mixture, OPTIMIZERS[name])
+    model, optimizer = make(level, 0, num_ranks, Unstacked, OPTIMIZERS[name])
     groups, are_experts = [list(range(first, first + degree)) for first in range(0, num_ranks, degree)], experts_of(model)
     losses: list[list[float]] = [[] for _ in range(num_ranks)]
     for step in range(STEPS):
@@ -149,7 +158,7 @@ def follow(model: nn.Module, copies: list[list[nn.Module]]) -> None:
 
 def trained(mesh: Mesh, case: Case, folder: Path) -> dict[str, Any]:
     level, stage, _, name = case
-    model, optimizer = make(level, mesh.data.rank, mesh.data.size, Mixture, OPTIMIZERS[name])
+    model, optimizer = make(level, mesh.data.rank, mesh.data.size, Unstacked, OPTIMIZERS[name])
     parts = divide(model, optimizer, mesh)
     parallel = Parallel(model, optimizer, mesh, zero_stage=stage, max_elements=MAX_ELEMENTS, parts=parts)
     losses = []
