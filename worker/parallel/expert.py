@@ -15,7 +15,7 @@ of the mixture, R ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -166,11 +166,15 @@ class ExpertsOnRanks(ExpertsForward):
         own = torch.cat([num_E.float(), are_in_codes, amax_E.float()])
         gathered_RN = self.axis.start_gather(own).wait()
         numbers_RN = gathered_RN[:, : num_experts + 2].long().tolist()
-        *num_RE, _, _ = zip(*numbers_RN, strict=True)
-        rows = Rows(self.axis, expert_S, [list(of_rank) for of_rank in zip(*num_RE, strict=True)], [], [])
         inputs_agree, grads_agree = (all(numbers[place] for numbers in numbers_RN) for place in (-2, -1))
-        amax_E = gathered_RN[:, num_experts + 2 :].nan_to_num(nan=torch.inf).amax(0)
-        return replace(rows, amax_E=amax_E, inputs=inputs if inputs_agree else [], grads=grads if grads_agree else [])
+        return Rows(
+            self.axis,
+            expert_S,
+            [numbers[:num_experts] for numbers in numbers_RN],
+            inputs if inputs_agree else [],
+            grads if grads_agree else [],
+            gathered_RN[:, num_experts + 2 :].nan_to_num(nan=torch.inf).amax(0),
+        )
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ class Rows:
     num_RE: list[list[int]]
     inputs: Sequence[OperandScaling]
     grads: Sequence[OperandScaling]
-    amax_E: Tensor | None = None
+    amax_E: Tensor
 
     @property
     def own(self) -> range:
@@ -241,7 +245,6 @@ class _Dispatched(torch.autograd.Function):
         ctx.rows = rows
         if not rows.inputs:
             return rows.send(input_SK)
-        assert rows.amax_E is not None
         return rows.send_codes(input_SK, rows.inputs, rows.amax_E)
 
     @staticmethod
