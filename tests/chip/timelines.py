@@ -1,0 +1,63 @@
+"""Streams, and what each of them knows to have happened: the order in which a device may run what the host gives it.
+
+A device runs its streams in any order that waits and events allow. Instead of trying a few of these orders, each stream has a
+vector clock (Lamport 1978; the race detectors of threads work in the same way): two accesses are in order only if one stream
+knew of the other's when it began. An order that no event enforces is a fault, whichever of the two came first in this run.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = str(Path(__file__).parents[2])
+
+
+class Fault(AssertionError):
+    """A GPU would compute something else here, wait, hang or fail. kind: the fault's name."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+class Timeline:
+    """What one stream of a device does, or the host, in order."""
+
+    num_made = 0
+
+    def __init__(self, name: str) -> None:
+        self.name, self.number = name, Timeline.num_made
+        Timeline.num_made += 1
+        self.clock: dict[int, int] = {self.number: 0}
+        """By the number of each timeline, how far this one knows it to be."""
+
+    def knows(self, number: int, time: int) -> bool:
+        """Return True if a moment of a timeline comes before all that this one does from now on."""
+        return self.clock.get(number, 0) >= time
+
+    def join(self, clock: dict[int, int]) -> None:
+        """Let all that comes from now on wait for what another timeline knew."""
+        for number, time in clock.items():
+            if time > self.clock.get(number, 0):
+                self.clock[number] = time
+
+    def tick(self) -> int:
+        """Begin another piece of work. Returns its time."""
+        self.clock[self.number] += 1
+        return self.clock[self.number]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def place() -> str:
+    """Return the file and line of the worker that runs, or else the test's."""
+    frame, found = sys._getframe(1), ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(ROOT) and "site-packages" not in name and "/tests/chip/" not in name.replace("test_", "chip/"):
+            short = f"{name.removeprefix(ROOT).lstrip('/').removeprefix('octet/')}:{frame.f_lineno}"
+            if short.startswith("worker/"):
+                return short
+            found = found or short
+        frame = frame.f_back  # type: ignore[assignment]
+    return found or "?"
