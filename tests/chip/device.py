@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.chip.cuda import Stream
 from tests.chip.memory import Block, Memory, bytes_of
@@ -73,6 +74,7 @@ class Chip(TorchDispatchMode):
         self.num_launches = self.first_launch = 0
         self.graph: Any = None
         """The graph that is being captured."""
+        self._checked_fakes: set[str] = set()
         self._local = threading.local()
 
     # Who runs where ---------------------------------------------------------------------------------------------------------
@@ -231,7 +233,7 @@ class Chip(TorchDispatchMode):
 
     def on_host(self, func: Any, args: Any, kwargs: Any, reads: list[Tensor], writes: list[Tensor]) -> Any:
         self.touch(self.host, reads, writes)
-        with self.inside() if func.namespace == "octet" else nullcontext():
+        with self.inside() if func.namespace != "aten" else nullcontext():
             result = func(*args, **kwargs)
         if self.aim not in (None, HOST):
             self.take_results(result, self.aim, self.begin_launch(self.aim), is_empty="empty" in func.overloadpacket.__name__)
@@ -268,11 +270,30 @@ class Chip(TorchDispatchMode):
         self.touch(timeline, reads, writes)
         if name in READS_OF_HOST or (name in TAKES_HOST_INDICES and self.has_mask(args)):
             self.wait(name, timeline)
-        with self.inside() if func.namespace == "octet" else nullcontext():
+        with self.inside() if func.namespace != "aten" else nullcontext():
             result = func(*args, **kwargs)
+        if func.namespace != "aten":
+            self.check_fake(func, args, kwargs, result)
         if name != "_local_scalar_dense":
             self.take_results(result, index, timeline, is_empty="empty" in name)
         return result
+
+    def check_fake(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Compare an op of ours, once for each layout, with what a compiler is told of its results."""
+        layouts = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors_in([args, list(kwargs.values())])]
+        key = f"{func} {layouts} {[leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)]}"
+        if key in self._checked_fakes:
+            return
+        self._checked_fakes.add(key)
+        with self.inside(), _disable_current_modes(), FakeTensorMode() as mode:
+            fake = func(*tree_map_only(Tensor, mode.from_tensor, args), **tree_map_only(Tensor, mode.from_tensor, kwargs))
+        for real, expected in zip(tensors_in([result]), tensors_in([fake]), strict=True):
+            if (real.shape, real.dtype) != (expected.shape, expected.dtype) or any(
+                one != other for size, one, other in zip(real.shape, real.stride(), expected.stride(), strict=True) if size > 1
+            ):
+                said = f"{expected.dtype} {tuple(expected.shape)} of strides {expected.stride()}"
+                made = f"{real.dtype} {tuple(real.shape)} of strides {real.stride()}"
+                raise Fault("fake strides lie", f"{func} at {place()}: a compiler is told {said}; the result is {made}")
 
     def take_results(self, result: Any, index: int, timeline: Timeline, *, is_empty: bool = False) -> None:
         """Place new tensors of an op on its device, if it is not to make them on the host."""

@@ -5,6 +5,7 @@ poison (NaN in every dtype that has one, -1 in integers), so an address that was
 """
 
 import ctypes
+import threading
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable
@@ -108,6 +109,7 @@ class Memory:
         self.blocks: dict[int, Block] = {}
         self._addresses: list[tuple[int, int]] = []
         """The address and the key of each block, in order."""
+        self._lock = threading.RLock()
         self._kept: deque[Block] = deque()
         self._num_bytes_kept = 0
         self._reusable: dict[Timeline, list[tuple[str, list[Access]]]] = {}
@@ -118,28 +120,30 @@ class Memory:
         return self.blocks.get(tensor.untyped_storage()._cdata)
 
     def add(self, storage: torch.UntypedStorage, device: int | None, owner: Timeline) -> Block:
-        """Take a new storage."""
-        self.collect()
-        if device is not None:
-            self.check_reuse(owner)
+        """Take a new storage. Threads that read batches pin theirs."""
         block = Block(storage, device, owner, place())
-        self.blocks[storage._cdata] = block
-        if storage.nbytes():
-            insort(self._addresses, (block.address, storage._cdata))
+        with self._lock:
+            self.collect()
+            if device is not None:
+                self.check_reuse(owner)
+            self.blocks[storage._cdata] = block
+            if storage.nbytes():
+                insort(self._addresses, (block.address, storage._cdata))
         return block
 
     def collect(self) -> None:
         """Free the blocks that no tensor uses any more."""
-        for block in [block for block in self.blocks.values() if not (block.is_freed or block.is_in_pool or block.is_in_use)]:
-            block.poison()
-            block.is_freed = True
-            self.release(block)
-            self._kept.append(block)
-            self._num_bytes_kept += block.storage.nbytes()
-        while self._num_bytes_kept > NUM_BYTES_KEPT:
-            oldest = self._kept.popleft()
-            self._num_bytes_kept -= oldest.storage.nbytes()
-            self.forget(oldest)
+        with self._lock:
+            for block in [block for block in self.blocks.values() if not (block.is_freed or block.is_in_pool or block.is_in_use)]:
+                block.poison()
+                block.is_freed = True
+                self.release(block)
+                self._kept.append(block)
+                self._num_bytes_kept += block.storage.nbytes()
+            while self._num_bytes_kept > NUM_BYTES_KEPT:
+                oldest = self._kept.popleft()
+                self._num_bytes_kept -= oldest.storage.nbytes()
+                self.forget(oldest)
 
     def release(self, block: Block) -> None:
         """Let the owner reuse the memory of a block from now on."""
@@ -165,25 +169,28 @@ class Memory:
 
     def resize(self, block: Block, owner: Timeline, resize: Callable[[], None]) -> None:
         """Let a storage give its memory back, or get other memory, which the owner's stream allocates."""
-        if block.storage.nbytes():
-            self._addresses.remove((block.address, block.storage._cdata))
-        self.release(block)
-        resize()
-        if block.storage.nbytes():
-            self.check_reuse(owner)
-            block.owner = owner
-            insort(self._addresses, (block.address, block.storage._cdata))
-            block.poison()
+        with self._lock:
+            if block.storage.nbytes():
+                self._addresses.remove((block.address, block.storage._cdata))
+            self.release(block)
+            resize()
+            if block.storage.nbytes():
+                self.check_reuse(owner)
+                block.owner = owner
+                insort(self._addresses, (block.address, block.storage._cdata))
+                block.poison()
 
     def at(self, address: int) -> Block | None:
         """Return the block that has an address."""
-        place_in_order = bisect_right(self._addresses, (address, 1 << 64)) - 1
-        if place_in_order < 0:
-            return None
-        block = self.blocks[self._addresses[place_in_order][1]]
+        with self._lock:
+            place_in_order = bisect_right(self._addresses, (address, 1 << 64)) - 1
+            if place_in_order < 0:
+                return None
+            block = self.blocks[self._addresses[place_in_order][1]]
         return block if address < block.address + block.storage.nbytes() else None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the device's live blocks."""
-        return sum(b.storage.nbytes() for b in self.blocks.values() if b.device is not None and not b.is_freed)
+        with self._lock:
+            return sum(b.storage.nbytes() for b in self.blocks.values() if b.device is not None and not b.is_freed)

@@ -6,6 +6,7 @@ knew of the other's when it began. An order that no event enforces is a fault, w
 """
 
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = str(Path(__file__).parents[2])
@@ -51,13 +52,22 @@ class Timeline:
 
 def place() -> str:
     """Return the file and line of the worker that runs, or else the test's."""
-    frame, found = sys._getframe(1), ""
+    frame, of_test = sys._getframe(1), "?"
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(ROOT) and "site-packages" not in name and "/tests/chip/" not in name.replace("test_", "chip/"):
-            short = f"{name.removeprefix(ROOT).lstrip('/').removeprefix('octet/')}:{frame.f_lineno}"
-            if short.startswith("worker/"):
-                return short
-            found = found or short
+        name = short_name(frame.f_code.co_filename)
+        if name.startswith("worker/"):
+            return f"{name}:{frame.f_lineno}"
+        if name and of_test == "?":
+            of_test = f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
-    return found or "?"
+    return of_test
+
+
+@cache
+def short_name(path: str) -> str:
+    """Return the name of a file of ours, of the worker or a test; else nothing."""
+    if not path.startswith(ROOT) or "site-packages" in path:
+        return ""
+    name = path.removeprefix(ROOT).lstrip("/").removeprefix("octet/")
+    is_chip = name.startswith("tests/chip/") and not name.startswith("tests/chip/test_")
+    return "" if is_chip else name
