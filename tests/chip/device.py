@@ -285,8 +285,11 @@ class Chip(TorchDispatchMode):
         if key in self._checked_fakes:
             return
         self._checked_fakes.add(key)
-        with self.inside(), _disable_current_modes(), FakeTensorMode() as mode:
-            fake = func(*tree_map_only(Tensor, mode.from_tensor, args), **tree_map_only(Tensor, mode.from_tensor, kwargs))
+        mode = FakeTensorMode()
+        with self.inside(), _disable_current_modes():
+            given = tree_map_only(Tensor, lambda tensor: mode.from_tensor(tensor.detach()), (args, kwargs))
+            with mode:
+                fake = func(*given[0], **given[1])
         for real, expected in zip(tensors_in([result]), tensors_in([fake]), strict=True):
             if (real.shape, real.dtype) != (expected.shape, expected.dtype) or any(
                 one != other for size, one, other in zip(real.shape, real.stride(), expected.stride(), strict=True) if size > 1

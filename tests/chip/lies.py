@@ -8,12 +8,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.attention import bias as biases
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from octet.worker.fp8 import gradient, weight
 from tests.chip import cuda, graphs, programs
-from tests.chip.device import HOST, REAL_DEVICE, Chip
+from tests.chip.device import HOST, REAL_DEVICE, Chip, unseen
 
 FACTORIES = (
     *("empty", "zeros", "ones", "full", "arange", "linspace", "rand", "randn", "randint", "randperm", "eye", "empty_strided"),
@@ -192,6 +193,7 @@ def autocast_of_the_cpu() -> Iterator[None]:
         mock.patch.object(torch.autocast, "__init__", init),
         mock.patch.object(torch, "is_autocast_enabled", lambda device_type="cuda": is_on(named(device_type))),
         mock.patch.object(torch, "get_autocast_dtype", lambda device_type: dtype_of(named(device_type))),
+        mock.patch.object(torch, "get_autocast_gpu_dtype", lambda: dtype_of("cpu")),  # torchao's
     ):
         yield
 
@@ -297,6 +299,7 @@ def chip_of(num_devices: int = 1) -> Iterator[Chip]:
         for name, replacement in torch_cuda(chip).items():
             replace(torch.cuda, name, replacement)
         replace(driver, "_active", _Driver(chip))
+        replace(biases, "causal_lower_right", unseen(biases.causal_lower_right, chip))  # torch cannot make one inside a mode
         stack.enter_context(autocast_of_the_cpu())
         stack.enter_context(programs.checked(chip))
         stack.enter_context(chip)

@@ -29,7 +29,8 @@ def _total(codes, other, dequant_scale, alpha, at, inside):
 def accumulated_amax_kernel(codes, dequant_scale, other, alpha, amax, num_elements, count, CHUNK: tl.constexpr):
     """count: None, or the int64 number of draws so far, which the first program increases for `accumulate_kernel`."""
     if count is not None:
-        tl.store(count, tl.load(count) + 1, mask=tl.program_id(0) == 0)
+        is_first = tl.program_id(0) == 0
+        tl.store(count, tl.load(count, mask=is_first, other=0) + 1, mask=is_first)
     at = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     total = _total(codes, other, tl.load(dequant_scale), alpha, at, at < num_elements)
     language.atomic_amax(amax, language.amax(tl.where(at < num_elements, total, 0.0), 0))
@@ -94,7 +95,8 @@ def _clamped(codes, dequant_scale, low, high, at, inside):
 def clamped_amax_kernel(codes, dequant_scale, low, high, amax, is_changed, num_elements, count, CHUNK: tl.constexpr):
     """Also raises is_changed, int32 (), to 1 where a value is beyond. count: as in `accumulated_amax_kernel`."""
     if count is not None:
-        tl.store(count, tl.load(count) + 1, mask=tl.program_id(0) == 0)
+        is_first = tl.program_id(0) == 0
+        tl.store(count, tl.load(count, mask=is_first, other=0) + 1, mask=is_first)
     at = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     inside = at < num_elements
     values, clamped = _clamped(codes, dequant_scale, low, high, at, inside)

@@ -1,0 +1,210 @@
+"""The trainer on the chip: a step after warm-up waits for nothing, no access is out of order, and the bits are a CPU's.
+
+Each run is made twice: on the chip, with the roads of CUDA, CUDA graphs on one rank, and NCCL on several; and on a CPU that
+behaves as an accelerator, without them.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from octet.api_schemas import JobSpec
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.models.huggingface import HuggingFaceSpec
+from octet.worker import initialize
+from octet.worker.common.config import RankEnv, resolve
+from octet.worker.fp8.accelerator import cpu_as_accelerator
+from octet.worker.fp8.stored import exact_state_dict
+from octet.worker.mesh import Axis, Mesh, Pending
+from octet.worker.models import build_model
+from octet.worker.parallel.data_parallel import GradientBuckets
+from octet.worker.train.loop import Trainer
+from tests.chip.lies import chip_of
+from tests.chip.nccl import Launched, check_order, communicators
+from tests.golden import record
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks, saved_by_ranks
+from tests.kit.training import Recorder, with_training
+from tests.worker.models.test_architectures import CONFIGS, batch_of
+
+GPU = torch.device("cuda", 0)
+SAVINGS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "selective checkpointing": {"activation_checkpointing": "selective"},
+    "full checkpointing": {"activation_checkpointing": "full"},
+    "activations in FP8": {"saved_activations": "fp8"},
+    "fused loss": {"fused_loss": True},
+    "gradient release": {"gradient_release": True, "gradient_clip": None, "micro_batch_size": 2},
+    "offloaded states": {"offload_optimizer": True},
+}
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "data": {},
+    "ZeRO 1": {"zero_stage": 1},
+    "ZeRO 2": {"zero_stage": 2},
+    "ZeRO 3": {"zero_stage": 3},
+    "tensor": {"tensor": 2},
+    "tensor, sequence": {"tensor": 2, "sequence": True},
+    "context": {"context": 2},
+    "pipeline": {"pipeline": 2},
+}
+REFUSED = {(name, "fp16-amp") for name in ("fused loss", "gradient release", "tensor")} | {("tensor", "ao"), ("pipeline", "ao")}
+"""Savings and divisions that a level refuses."""
+
+
+class Trained(NamedTuple):
+    """What a run has given. waits: of each step, by the name and the place. launched: by this rank, with NCCL's rules."""
+
+    numbers: list[tuple[float, float]]
+    weights: str
+    waits: list[dict[str, int]]
+    launched: list[Launched]
+
+
+def job(document: dict[str, Any], level: str, **training: Any) -> dict[str, Any]:
+    """A job with two micro-batches, clipping, and statistics in every other step."""
+    options = {"steps": 100, "global_batch_size": 2, "micro_batch_size": 1, "gradient_clip": 0.1, "compile": "off", **training}
+    document = with_training(document, level, **options)
+    document["model"] = document["model"] | {"hidden_size": 16}
+    if LEVELS[level].has_own_fp8:
+        document["precision"] = {"level": level, "auto_filter": False, "statistics_every": 2, "demotion": {"patience": 2}}
+    return document
+
+
+def is_refused(document: dict[str, Any]) -> bool:
+    """Return True if the contract refuses a job. Other tests check its reasons."""
+    try:
+        resolve(JobSpec.model_validate(document), RankEnv(world_size=document.get("resources", {}).get("workers", 1)))
+    except ValueError:
+        return True
+    return False
+
+
+def train(document: dict[str, Any], folder: Path, num_steps: int, *, on_chip: bool, env: RankEnv | None = None) -> Trained:
+    """Take steps between two reports."""
+    torch.set_num_threads(1)
+    env = env or RankEnv()
+    config, waits = resolve(JobSpec.model_validate(document), env), []
+    with ExitStack() as stack:
+        chip = stack.enter_context(chip_of()) if on_chip else None
+        launched = stack.enter_context(communicators(chip)).launched if chip is not None else []
+        if chip is None:
+            stack.enter_context(cpu_as_accelerator())
+        mesh = stack.enter_context(Mesh(env, GPU if on_chip else torch.device("cpu"), config.layout))
+        trainer = Trainer(config, mesh, Recorder(), folder / ("chip" if on_chip else "cpu"))
+        for step in range(num_steps):
+            if chip is not None:
+                chip.begin_step()
+            trainer.step()
+            trainer.log.num_steps = 100  # after the first step no report until then
+            waits.append(dict(chip.waits) if chip is not None else {})
+        trainer.batches.close()
+        numbers = [(step.loss, step.gradient_norm) for step in trainer.log.flush().steps]
+        leaves = tree_leaves(exact_state_dict(trainer.model))
+        weights = record.digest([leaf.cpu() for leaf in leaves if isinstance(leaf, Tensor)])
+    return Trained(numbers, weights, waits, launched)
+
+
+@pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
+@pytest.mark.parametrize(
+    ("level", "saving"),
+    [
+        pytest.param(level, saving, marks=pytest.mark.system if saving == "nothing" or level == "O2" else pytest.mark.matrix)
+        for level in LEVELS
+        for saving in SAVINGS
+    ],
+)
+def test_one_rank(tmp_path: Path, spec_document: dict[str, Any], level: str, saving: str) -> None:
+    """Three steps that are launched, two that are recorded, one of them sampled, and two that are replayed."""
+    document = job(spec_document, level, **SAVINGS[saving])
+    if is_refused(document):
+        assert (saving, level) in REFUSED
+        return
+    found, expected = (train(document, tmp_path, 7, on_chip=on_chip) for on_chip in (True, False))
+    assert (found.numbers, found.weights) == (expected.numbers, expected.weights)
+    is_capture = [any(name.startswith("cuda.synchronize at worker/train/step_graph.py") for name in waits) for waits in found.waits]
+    assert [waits for waits, captures in zip(found.waits[1:], is_capture[1:], strict=True) if not captures and waits] == []
+    assert sum(is_capture) <= 2
+
+
+def train_rank(rank: int, port: int, document: dict[str, Any], folder: str, on_chip: bool) -> None:
+    env = RankEnv(rank=rank, world_size=2, master_port=port)
+    torch.save(tuple(train(document, Path(folder), 3, on_chip=on_chip, env=env)), Path(folder, f"{rank}.pt"))
+
+
+@pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
+@pytest.mark.parametrize(
+    ("level", "division"),
+    [
+        pytest.param(level, division, marks=pytest.mark.system if level == "O2" else pytest.mark.matrix)
+        for level in LEVELS
+        for division in DIVISIONS
+    ],
+)
+def test_two_ranks(tmp_path: Path, spec_document: dict[str, Any], level: str, division: str) -> None:
+    document = job(spec_document, level, global_batch_size=4)
+    document["model"] = document["model"] | {"hidden_size": 32, "num_layers": 2}
+    document |= {"resources": {"workers": 2}, "parallelism": DIVISIONS[division]}
+    if is_refused(document):
+        assert (division.split(",")[0], level) in REFUSED
+        return
+    runs = []
+    for on_chip in (True, False):
+        run_ranks(train_rank, (free_port(), document, str(tmp_path), on_chip), 2)
+        runs.append([Trained(*saved) for saved in saved_by_ranks(tmp_path, 2)])
+    for found, expected in zip(*runs, strict=True):
+        assert (found.numbers, found.weights) == (expected.numbers, expected.weights)
+        assert found.waits[1:] == [{}, {}]
+    check_order([found.launched for found in runs[0]])
+
+
+KNOWN_TO_WAIT = {"opt": "which makes a mask of ones for itself, and looks whether it is one"}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # transformers' DeBERTa, when it is imported
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=() if name in ("llama", "deberta-v2") else pytest.mark.matrix)
+        for name in CONFIGS
+        if name not in KNOWN_TO_WAIT
+    ],
+)
+def test_no_pass_of_a_network_of_transformers_waits(architecture: str) -> None:
+    """The first pass may send what stays."""
+    spec = HuggingFaceSpec(family="huggingface", architecture=architecture, config=CONFIGS[architecture])
+    model, _ = initialize(build_model(spec, 0), None, "bf16-amp")
+    with chip_of() as chip:
+        model.to(GPU)
+        batch = {name: tensor.to(GPU) for name, tensor in batch_of(architecture).items()}
+        chip.begin_step()
+        model.loss(batch).loss.backward()
+        assert dict(chip.waits) == {}
+
+
+class AloneWithItself(Axis):
+    """An axis of two ranks. The other one sends what this one sends."""
+
+    def start_exchange(self, parts_RS: Tensor) -> Pending:
+        return Pending(torch.stack([parts_RS[0], parts_RS[0]]))
+
+    def start_gather(self, own_S: Tensor, into_RS: Tensor | None = None) -> Pending:
+        return Pending(torch.stack([own_S, own_S]))
+
+
+@pytest.mark.parametrize("has_all", [True, False])
+def test_an_exchange_of_gradients_copies_nothing_from_the_host(has_all: bool) -> None:
+    """Its hooks run in the backward pass. Without a gradient of its own a rank reads, at the end, if another one has some."""
+    with chip_of() as chip:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to(GPU)
+        buckets = GradientBuckets(model, AloneWithItself("data", 2, 0, GPU), max_elements=40)
+        loss = (model if has_all else model[0])(torch.ones(2, 4, device=GPU)).sum()
+        chip.begin_step()
+        loss.backward()
+        buckets.finish()
+        assert len(chip.waits) == (0 if has_all else 1), chip.waits
+        assert (model[1].weight.grad is None) == (not has_all)
