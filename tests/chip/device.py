@@ -66,7 +66,7 @@ class Chip(TorchDispatchMode):
     def __init__(self, num_devices: int = 1) -> None:
         super().__init__()
         self.num_devices, self.current_device = num_devices, 0
-        self.memory, self.host = Memory(), Timeline("the host")
+        self.memory, self._host, self._thread = Memory(), Timeline("the host"), threading.current_thread()
         self.streams: list[Any] = []
         self.streams_outside: list[Any] = []
         self.all_streams: list[Any] = []
@@ -80,7 +80,9 @@ class Chip(TorchDispatchMode):
     # Who runs where ---------------------------------------------------------------------------------------------------------
 
     def make_streams(self) -> None:
-        self.streams = [Stream(index, timeline=Timeline(f"the default stream of device {index}")) for index in range(self.num_devices)]
+        self.streams = [
+            Stream(index, timeline=Timeline(f"the default stream of device {index}")) for index in range(self.num_devices)
+        ]
 
     def index_of(self, device: Any) -> int:
         if device is None:
@@ -119,10 +121,21 @@ class Chip(TorchDispatchMode):
         finally:
             self._local.is_inside = before
 
+    @property
+    def host(self) -> Timeline:
+        """The host. Threads apart from the training thread have their own: what they wait for, it does not know."""
+        if threading.current_thread() is self._thread:
+            return self._host
+        if not hasattr(self._local, "host"):
+            self._local.host = Timeline("a thread of the host", is_noted=False)
+        return self._local.host
+
     # Waits ------------------------------------------------------------------------------------------------------------------
 
     def count_wait(self, name: str) -> None:
-        """Note that the host waits for a device. A capture refuses it."""
+        """Note that the training thread waits for a device. A capture refuses it."""
+        if threading.current_thread() is not self._thread:
+            return
         if self.graph is not None:
             raise Fault(name if name == "pageable copy" else "wait in a capture", f"{place()} waits for the device: {name}")
         self.waits[f"{name} at {place()}"] += 1
@@ -333,7 +346,13 @@ class Chip(TorchDispatchMode):
         sources = {self.device_of(tensor) for tensor in reads} or {HOST}
         if len(sources) > 1 and func.overloadpacket.__name__ == "copy_":
             raise AssertionError(sources)
-        targets = {self.device_of(tensor) for tensor in writes} if not makes_result else {self.aim} if self.aim is not None else sources
+        targets = (
+            {self.device_of(tensor) for tensor in writes}
+            if not makes_result
+            else {self.aim}
+            if self.aim is not None
+            else sources
+        )
         ends = sources | targets
         if ends == {HOST}:
             return self.on_host(func, args, kwargs, reads, writes)

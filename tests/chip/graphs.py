@@ -139,7 +139,11 @@ class CudaGraph:
     def host_values(self) -> list[tuple[str, list[str], str]]:
         """Return each launch's name, the numbers that the host gave it, and its place."""
         return [
-            (entry.name, [str(value_of(leaf)) for leaf in tree_leaves((entry.args, entry.kwargs)) if self.is_of_host(leaf)], entry.where)
+            (
+                entry.name,
+                [str(value_of(leaf)) for leaf in tree_leaves((entry.args, entry.kwargs)) if self.is_of_host(leaf)],
+                entry.where,
+            )
             for entry in self.entries
         ]
 
@@ -172,7 +176,9 @@ def value_of(leaf: Any) -> Any:
 
 
 @contextmanager
-def capture(graph: CudaGraph, pool: Pool | None = None, stream: Stream | None = None, capture_error_mode: str = "global") -> Iterator[None]:
+def capture(
+    graph: CudaGraph, pool: Pool | None = None, stream: Stream | None = None, capture_error_mode: str = "global"
+) -> Iterator[None]:
     """Capture what is inside, as torch.cuda.graph does."""
     stream = stream or Stream()
     torch.cuda.synchronize()  # as torch does
@@ -188,4 +194,6 @@ def check_host_values(one: CudaGraph, other: CudaGraph) -> None:
     """Raise if two captures of the same work have other numbers of the host: a replay would repeat the first one's."""
     for (name, values, where), (other_name, other_values, _) in zip(one.host_values(), other.host_values(), strict=True):
         if (name, values) != (other_name, other_values):
-            raise Fault("host value in a graph", f"{name} at {where} was recorded with {values}, and the next time with {other_values}")
+            raise Fault(
+                "host value in a graph", f"{name} at {where} was recorded with {values}, and the next time with {other_values}"
+            )

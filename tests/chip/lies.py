@@ -67,9 +67,15 @@ class Lies:
         def make(data: Any, *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
             target = self.target(device)
             if self.chip.is_inside or (device is not None and target is None):
-                return original(data, *args, **({"device": device if target is None else "cpu"} if device is not None else {}), **kwargs)
+                return original(
+                    data, *args, **({"device": device if target is None else "cpu"} if device is not None else {}), **kwargs
+                )
             if isinstance(data, Tensor) and original.__name__ != "tensor":
-                return data.to(device, kwargs.get("dtype") or data.dtype) if device is not None else original(data, *args, **kwargs)
+                return (
+                    data.to(device, kwargs.get("dtype") or data.dtype)
+                    if device is not None
+                    else original(data, *args, **kwargs)
+                )
             requires_grad = kwargs.pop("requires_grad", False)
             with self.chip.aimed(HOST if isinstance(data, Tensor) else None):
                 made = original(data, *args, **kwargs)
@@ -99,7 +105,9 @@ class Lies:
 
         return make
 
-    def new_tensor(self, tensor: Tensor, data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Tensor:
+    def new_tensor(
+        self, tensor: Tensor, data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False
+    ) -> Tensor:
         return torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, requires_grad=requires_grad)
 
     def to(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +121,11 @@ class Lies:
                 *args, copy = args
             device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
             target, source = self.target(device), self.chip.device_of(tensor)
-            options = {"dtype": dtype or tensor.dtype, "non_blocking": non_blocking, "memory_format": memory_format or torch.preserve_format}
+            options = {
+                "dtype": dtype or tensor.dtype,
+                "non_blocking": non_blocking,
+                "memory_format": memory_format or torch.preserve_format,
+            }
             if REAL_DEVICE.__get__(tensor).type != "cpu" or (device is not None and target is None):
                 moved = torch.device("cpu") if target is not None else device or REAL_DEVICE.__get__(tensor)
                 return original(tensor, moved, copy=copy, **options)
@@ -158,6 +170,19 @@ class Lies:
             return storage
 
         return resize_
+
+    def deepcopy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Copy a storage to where it is. No mode sees that."""
+
+        def deepcopy(storage: torch.UntypedStorage, memo: Any) -> Any:
+            with self.chip.inside():
+                made = original(storage, memo)
+            block = self.chip.memory.blocks.get(storage._cdata)
+            if block is not None and block.device is not None and made._cdata not in self.chip.memory.blocks:
+                self.chip.memory.add(made, block.device, self.chip.begin_launch(block.device)).awaits_tensor = True
+            return made
+
+        return deepcopy
 
     def make_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Make a tensor without memory of its own that is on a device."""
@@ -296,6 +321,7 @@ def chip_of(num_devices: int = 1) -> Iterator[Chip]:
         }.items():
             replace(Tensor, name, replacement)
         replace(torch.UntypedStorage, "resize_", lies.resize(torch.UntypedStorage.resize_))
+        replace(torch.UntypedStorage, "__deepcopy__", lies.deepcopy(torch.UntypedStorage.__deepcopy__))
         for name, replacement in torch_cuda(chip).items():
             replace(torch.cuda, name, replacement)
         replace(driver, "_active", _Driver(chip))

@@ -50,6 +50,8 @@ class Block:
     is_freed: bool = False
     is_in_pool: bool = False
     """True for memory of a graph, which keeps it."""
+    awaits_tensor: bool = False
+    """True until a tensor has it, for a storage that was copied alone."""
 
     @property
     def address(self) -> int:
@@ -57,7 +59,9 @@ class Block:
 
     @property
     def is_in_use(self) -> bool:
-        return torch._C._storage_Use_Count(self.storage._cdata) > self.num_held
+        is_in_use = torch._C._storage_Use_Count(self.storage._cdata) > self.num_held
+        self.awaits_tensor &= not is_in_use
+        return is_in_use or self.awaits_tensor
 
     def poison(self) -> None:
         """Overwrite all of it."""
@@ -89,6 +93,8 @@ class Block:
                 if first <= other.first and other.end <= end and is_known and (is_write or not other.is_write):
                     continue
             kept.append(other)
+        if not timeline.is_noted:
+            return
         kept.append(Access(first, end, timeline, time, is_write, place()))
         self.accesses = kept
 
@@ -134,7 +140,9 @@ class Memory:
     def collect(self) -> None:
         """Free the blocks that no tensor uses any more."""
         with self._lock:
-            for block in [block for block in self.blocks.values() if not (block.is_freed or block.is_in_pool or block.is_in_use)]:
+            for block in [
+                block for block in self.blocks.values() if not (block.is_freed or block.is_in_pool or block.is_in_use)
+            ]:
                 block.poison()
                 block.is_freed = True
                 self.release(block)

@@ -70,7 +70,9 @@ class Communicators:
         self.launched: list[Launched] = []
         self._timelines: dict[str, Timeline] = {}
 
-    def begin(self, kind: str, group: Any, peers: tuple[tuple[bool, int], ...], reads: list[Tensor], writes: list[Tensor]) -> dict[int, int]:
+    def begin(
+        self, kind: str, group: Any, peers: tuple[tuple[bool, int], ...], reads: list[Tensor], writes: list[Tensor]
+    ) -> dict[int, int]:
         """Launch something after what the current stream was given. Returns what is known when it has ended."""
         chip, group = self.chip, group or dist.group.WORLD
         name = group.group_name
@@ -98,7 +100,9 @@ class Communicators:
             given = (*args, *(value for value in options.values() if isinstance(value, Tensor)))
             reads, writes = ([each for at in places for each in tensors_in(given[at])] for places in (read, written))
             if name in OF_LISTS:
-                raise Fault("list gather", f"{place()}: NCCL runs {name} of a list in memory of its own and copies; use one tensor")
+                raise Fault(
+                    "list gather", f"{place()}: NCCL runs {name} of a list in memory of its own and copies; use one tensor"
+                )
             clock = self.begin(name, group, (), reads, writes)
             inner = unseen(original, self.chip)(*args, group=group, async_op=True, **options)
             work = Work(self.chip, inner, clock, (*reads, *writes))
@@ -194,12 +198,18 @@ def check_order(launched: Sequence[Sequence[Launched]]) -> None:
             match(rank)
             return len(matched[rank]) == len(entry.peers)
         heads = [head(member) for member in entry.members]
-        return all(other is not None and (other.kind, other.communicator) == (entry.kind, entry.communicator) for other in heads)
+        return all(
+            other is not None and (other.kind, other.communicator) == (entry.kind, entry.communicator) for other in heads
+        )
 
     while running := [rank for rank in range(len(launched)) if head(rank) is not None]:
         done = [rank for rank in running if is_done(rank)]
         if not done:
-            lines = [f"rank {rank} waits in {entry.kind} of {entry.communicator} at {entry.where}" for rank in running if (entry := head(rank))]
+            lines = [
+                f"rank {rank} waits in {entry.kind} of {entry.communicator} at {entry.where}"
+                for rank in running
+                if (entry := head(rank))
+            ]
             raise Fault("communicators in another order", "; ".join(lines))
         for rank in done:
             at[rank] += 1

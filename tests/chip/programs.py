@@ -44,7 +44,9 @@ class Launch:
 
     def access(self, pointers: Addresses, mask: Addresses, size: int, *, is_write: bool, is_atomic: bool = False) -> None:
         """Note the elements that a program loads or stores."""
-        addresses = np.unique(np.asarray(pointers, dtype=np.uint64)[np.broadcast_to(np.asarray(mask, dtype=bool), np.shape(pointers))])
+        addresses = np.unique(
+            np.asarray(pointers, dtype=np.uint64)[np.broadcast_to(np.asarray(mask, dtype=bool), np.shape(pointers))]
+        )
         if not addresses.size:
             return
         if self.chip is not None:
@@ -59,15 +61,24 @@ class Launch:
         while addresses.size:
             block = chip.memory.at(int(addresses[0]))
             if block is None:
-                raise Fault("wrong mask", f"a program of {self.name}, launched at {place()}, {verb} {int(addresses[0]):#x}, which no tensor has")
+                raise Fault(
+                    "wrong mask",
+                    f"a program of {self.name}, launched at {place()}, {verb} {int(addresses[0]):#x}, which no tensor has",
+                )
             if block.is_freed:
-                raise Fault("use after free", f"{self.name}, launched at {place()}, {verb} memory that {block.made_at} made and that was freed")
+                raise Fault(
+                    "use after free",
+                    f"{self.name}, launched at {place()}, {verb} memory that {block.made_at} made and that was freed",
+                )
             if chip.graph is not None and is_write:
                 chip.graph.save_block(block)
             end = block.address + block.storage.nbytes()
             ours, addresses = addresses[addresses < end], addresses[addresses >= end]
             if int(ours[-1]) + size > end:
-                raise Fault("wrong mask", f"a program of {self.name}, launched at {place()}, {verb} the end of what {block.made_at} made, and beyond")
+                raise Fault(
+                    "wrong mask",
+                    f"a program of {self.name}, launched at {place()}, {verb} the end of what {block.made_at} made, and beyond",
+                )
             first, last = int(ours[0]) - block.address, int(ours[-1]) + size - block.address
             extent = self.extents.setdefault((block, is_write), [first, last])
             extent[:] = min(extent[0], first), max(extent[1], last)
@@ -80,7 +91,9 @@ class Launch:
         same = (stored[1:] == stored[:-1]) & (by[1:] != by[:-1])
         if same.any():
             at = int(np.argmax(same))
-            raise Fault("race", f"programs {self.order[by[at]]} and {self.order[by[at + 1]]} of {self.name} store to one address")
+            raise Fault(
+                "race", f"programs {self.order[by[at]]} and {self.order[by[at + 1]]} of {self.name} store to one address"
+            )
         if not self.loads:
             return
         loaded, reader = joined(self.loads)
@@ -111,7 +124,12 @@ def element_size(pointers: Any) -> int:
 def checked(chip: Chip | None = None, seed: int = 0) -> Iterator[None]:
     """Check each launch of the interpreter inside. With a chip, launches of its tensors take part in its order and memory."""
     launch_all, set_dim, set_index = interpreter.GridExecutor.__call__, Builder.set_grid_dim, Builder.set_grid_idx
-    load, store, add, swap = Builder.create_masked_load, Builder.create_masked_store, Builder.create_atomic_rmw, Builder.create_atomic_cas
+    load, store, add, swap = (
+        Builder.create_masked_load,
+        Builder.create_masked_store,
+        Builder.create_atomic_rmw,
+        Builder.create_atomic_cas,
+    )
     seeds = random.Random(seed)
 
     def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
@@ -156,7 +174,9 @@ def checked(chip: Chip | None = None, seed: int = 0) -> Iterator[None]:
 
     def compare_and_swap(builder: Any, pointers: Any, *rest: Any) -> Any:
         if Launch.current is not None:
-            Launch.current.access(pointers.data, np.ones_like(pointers.data, dtype=bool), element_size(pointers), is_write=True, is_atomic=True)
+            Launch.current.access(
+                pointers.data, np.ones_like(pointers.data, dtype=bool), element_size(pointers), is_write=True, is_atomic=True
+            )
         return swap(builder, pointers, *rest)
 
     with (

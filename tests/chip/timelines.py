@@ -25,8 +25,9 @@ class Timeline:
 
     num_made = 0
 
-    def __init__(self, name: str) -> None:
-        self.name, self.number = name, Timeline.num_made
+    def __init__(self, name: str, *, is_noted: bool = True) -> None:
+        """is_noted: others have to wait for what it does; else something that the chip does not see makes them wait."""
+        self.name, self.number, self.is_noted = name, Timeline.num_made, is_noted
         Timeline.num_made += 1
         self.clock: dict[int, int] = {self.number: 0}
         """By the number of each timeline, how far this one knows it to be."""

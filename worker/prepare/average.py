@@ -81,9 +81,12 @@ class AveragedModel(swa_utils.AveragedModel):
 
         Where ranks divide the model, they call it together. ValueError for a model with other parameters than the average has.
         """
-        num_averaged, is_first = self.n_averaged, not self._has_begun and bool(self.n_averaged == 0)
+        is_first = not self._has_begun and bool(self.n_averaged == 0)
         reader = reader_of(model)
         held, given = ([*each.parameters(), *each.buffers()] for each in (self.module, model))
+        if held:  # the count stays where the average is: each copy of a number of the host would wait for the device
+            self.n_averaged = self.n_averaged.to(held[0].device)
+        num_averaged = self.n_averaged
         if len(held) != len(given):
             raise ValueError(
                 f"the model has {len(given)} parameters and buffers, and its average {len(held)}; allowed: the model that the "

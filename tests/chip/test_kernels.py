@@ -1,0 +1,21 @@
+"""The kernels' own tests pass with programs in random orders, and no two programs of a launch use one address."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.system
+def test_programs_run_in_any_order(seed: int) -> None:
+    """In a process of its own: the plugin loads Triton, which asks then if it is to interpret."""
+    options = ["-p", "tests.chip.in_random_order", "--program-seed", str(seed), "-m", "not gpu and not system and not matrix"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "tests/worker/kernels/cuda"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert result.returncode == 0, result.stdout[-5000:]
