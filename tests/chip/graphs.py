@@ -73,7 +73,7 @@ class CudaGraph:
     def note_block(self, block: Block, stream: Stream) -> None:
         """Take memory that is allocated while this graph is captured."""
         if stream is not self.stream:
-            message = f"{place()} allocates for {stream.timeline}, outside of the graph's pool: the graph keeps an address that is reused"
+            message = f"{place()} allocates for {stream.timeline}, outside of the graph's pool: the address will be reused"
             raise Fault("capture that allocates", message)
         block.is_in_pool = True
         self.own.append(block)

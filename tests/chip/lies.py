@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -62,7 +63,7 @@ class Lies:
         return make
 
     def from_numbers(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Make a tensor on the host and copy it, as torch does. A single number by `scalar_tensor` is filled in, without a copy."""
+        """Make a tensor on the host and copy it, as torch does. `scalar_tensor` fills in its number, without a copy."""
 
         def make(data: Any, *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
             target = self.target(device)
@@ -146,7 +147,7 @@ class Lies:
         return block is not None and block.device is None
 
     def read(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Read values of plain tensors on the host: those of a device after a wait, those of pinned memory if they have arrived."""
+        """Read values on the host: those of a device after a wait, those of pinned memory if they have arrived."""
 
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self.chip.is_inside:
@@ -218,7 +219,7 @@ def autocast_of_the_cpu() -> Iterator[None]:
         mock.patch.object(torch.autocast, "__init__", init),
         mock.patch.object(torch, "is_autocast_enabled", lambda device_type="cuda": is_on(named(device_type))),
         mock.patch.object(torch, "get_autocast_dtype", lambda device_type: dtype_of(named(device_type))),
-        mock.patch.object(torch, "get_autocast_gpu_dtype", lambda: dtype_of("cpu")),  # torchao's
+        mock.patch.object(torch, "get_autocast_gpu_dtype", partial(dtype_of, "cpu")),  # torchao's
     ):
         yield
 
@@ -242,6 +243,10 @@ def torch_cuda(chip: Chip) -> dict[str, Any]:
         for stream in chip.all_streams:
             chip.host.join(stream.timeline.clock)
 
+    def num_bytes(_device: Any = None) -> int:
+        return chip.memory.num_bytes
+
+    properties = SimpleNamespace(name=NAME, total_memory=NUM_BYTES, uuid="0", multi_processor_count=132)
     generators = [torch.Generator() for _ in range(chip.num_devices)]
     return {
         "Stream": cuda.Stream, "Event": cuda.Event, "stream": cuda.stream, "current_stream": chip.current_stream,
@@ -250,10 +255,10 @@ def torch_cuda(chip: Chip) -> dict[str, Any]:
         "device": on, "set_device": set_device, "synchronize": synchronize, "current_device": lambda: chip.current_device,
         "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: chip.num_devices,
         "get_device_capability": lambda _device=None: HOPPER, "get_device_name": lambda _device=None: NAME,
-        "get_device_properties": lambda _device=None: SimpleNamespace(name=NAME, total_memory=NUM_BYTES, uuid="0", multi_processor_count=132),
+        "get_device_properties": lambda _device=None: properties,
         "mem_get_info": lambda _device=None: (NUM_BYTES - chip.memory.num_bytes, NUM_BYTES),
-        "max_memory_allocated": lambda _device=None: chip.memory.num_bytes, "memory_allocated": lambda _device=None: chip.memory.num_bytes,
-        "max_memory_reserved": lambda _device=None: chip.memory.num_bytes, "reset_peak_memory_stats": lambda _device=None: None,
+        "max_memory_allocated": num_bytes, "memory_allocated": num_bytes, "max_memory_reserved": num_bytes,
+        "reset_peak_memory_stats": lambda _device=None: None,
         "empty_cache": lambda: None, "default_generators": generators,
         "get_rng_state": lambda device=None: generators[chip.index_of(device)].get_state(),
         "set_rng_state": lambda state, device=None: generators[chip.index_of(device)].set_state(state),

@@ -172,7 +172,7 @@ class Memory:
                 if access.timeline is not owner and not owner.knows(access.timeline.number, access.time):
                     raise Fault(
                         "freed under a reader",
-                        f"{owner} allocates at {place()} and may get memory that {made_at} made; it is {access}, and nothing waits for that",
+                        f"{owner} allocates at {place()} and may get what {made_at} made, {access}; nothing waits for that",
                     )
 
     def resize(self, block: Block, owner: Timeline, resize: Callable[[], None]) -> None:

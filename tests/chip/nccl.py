@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octet.worker.mesh import axis
-from tests.chip.cuda import Stream
 from tests.chip.device import HOST, Chip, tensors_in, unseen
 from tests.chip.memory import bytes_of
 from tests.chip.timelines import Fault, Timeline, place
@@ -37,7 +36,7 @@ OF_LISTS = ("all_gather", "reduce_scatter")
 
 
 class Launched(NamedTuple):
-    """Something that a rank has launched. peers: (True to send, the other rank) for each transfer of a group; none if collective."""
+    """Something that a rank has launched. peers: of transfers, (True to send, the other rank) for each."""
 
     kind: str
     communicator: str

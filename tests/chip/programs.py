@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 from tests.chip.device import HOST, Chip, unseen
 from tests.chip.memory import Block
-from tests.chip.timelines import Fault, place
+from tests.chip.timelines import Fault, Timeline, place
 
 Builder = interpreter.InterpreterBuilder
 Addresses = Any
@@ -83,6 +83,12 @@ class Launch:
             extent = self.extents.setdefault((block, is_write), [first, last])
             extent[:] = min(extent[0], first), max(extent[1], last)
 
+    def touch(self, timeline: Timeline) -> None:
+        """Check that all accesses are in order with those of other launches."""
+        assert self.chip is not None
+        for (block, is_write), (first, end) in self.extents.items():
+            self.chip.touch_block(block, (first, end), timeline, is_write=is_write)
+
     def check_races(self) -> None:
         """Raise if an address that one program stores to is loaded from, or stored to, by another one."""
         if not self.stores:
@@ -121,33 +127,9 @@ def element_size(pointers: Any) -> int:
 
 
 @contextmanager
-def checked(chip: Chip | None = None, seed: int = 0) -> Iterator[None]:
-    """Check each launch of the interpreter inside. With a chip, launches of its tensors take part in its order and memory."""
-    launch_all, set_dim, set_index = interpreter.GridExecutor.__call__, Builder.set_grid_dim, Builder.set_grid_idx
-    load, store, add, swap = (
-        Builder.create_masked_load,
-        Builder.create_masked_store,
-        Builder.create_atomic_rmw,
-        Builder.create_atomic_cas,
-    )
-    seeds = random.Random(seed)
-
-    def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        on_chip = chip if chip is not None and any(chip.device_of(tensor) != HOST for tensor in tensors) else None
-        seen = Launch(executor.fn.__name__, seeds.randrange(1 << 30), on_chip)
-
-        def run() -> None:
-            with mock.patch.object(Launch, "current", seen):
-                launch_all(executor, *args, **kwargs)
-
-        if on_chip is None:
-            run()
-        else:
-            launch_on(on_chip, seen, tensors, run)
-            if on_chip.graph is not None:
-                on_chip.graph.add(seen.name, lambda *a, **k: launch_all(executor, *a, **k), (args, kwargs), [], ([], []))
-        seen.check_races()
+def watched() -> Iterator[None]:
+    """Let the launch that runs decide the order of its programs, and see each address inside."""
+    set_dim, set_index = Builder.set_grid_dim, Builder.set_grid_idx
 
     def set_grid_dim(builder: Any, *sizes: int) -> None:
         if Launch.current is not None:
@@ -157,49 +139,66 @@ def checked(chip: Chip | None = None, seed: int = 0) -> Iterator[None]:
     def set_grid_idx(builder: Any, *index: int) -> None:
         set_index(builder, *(Launch.current.next_program() if Launch.current is not None else index))
 
-    def masked_load(builder: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        if Launch.current is not None:
-            Launch.current.access(pointers.data, mask.data, element_size(pointers), is_write=False)
-        return load(builder, pointers, mask, *rest)
+    def noting(name: str, first: int, mask_at: int | None, **kind: bool) -> Any:
+        """Return a method that notes its pointers. mask_at: the position of the mask; None if all are used."""
+        method = getattr(Builder, name)
 
-    def masked_store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        if Launch.current is not None:
-            Launch.current.access(pointers.data, mask.data, element_size(pointers), is_write=True)
-        return store(builder, pointers, value, mask, *rest)
+        def call(builder: Any, *arguments: Any) -> Any:
+            if Launch.current is not None:
+                pointers = arguments[first]
+                mask = True if mask_at is None else arguments[mask_at].data
+                Launch.current.access(pointers.data, mask, element_size(pointers), **kind)
+            return method(builder, *arguments)
 
-    def atomic(builder: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        if Launch.current is not None:
-            Launch.current.access(pointers.data, mask.data, element_size(pointers), is_write=True, is_atomic=True)
-        return add(builder, operation, pointers, value, mask, *rest)
-
-    def compare_and_swap(builder: Any, pointers: Any, *rest: Any) -> Any:
-        if Launch.current is not None:
-            Launch.current.access(
-                pointers.data, np.ones_like(pointers.data, dtype=bool), element_size(pointers), is_write=True, is_atomic=True
-            )
-        return swap(builder, pointers, *rest)
+        return mock.patch.object(Builder, name, call)
 
     with (
-        mock.patch.object(interpreter.GridExecutor, "__call__", launch),
         mock.patch.object(Builder, "set_grid_dim", set_grid_dim),
         mock.patch.object(Builder, "set_grid_idx", set_grid_idx),
-        mock.patch.object(Builder, "create_masked_load", masked_load),
-        mock.patch.object(Builder, "create_masked_store", masked_store),
-        mock.patch.object(Builder, "create_atomic_rmw", atomic),
-        mock.patch.object(Builder, "create_atomic_cas", compare_and_swap),
+        noting("create_masked_load", 0, 1, is_write=False),
+        noting("create_masked_store", 0, 2, is_write=True),
+        noting("create_atomic_rmw", 1, 3, is_write=True, is_atomic=True),
+        noting("create_atomic_cas", 0, None, is_write=True, is_atomic=True),
     ):
         yield
 
 
-def launch_on(chip: Chip, seen: Launch, tensors: list[Tensor], run: Any) -> None:
+@contextmanager
+def checked(chip: Chip | None = None, seed: int = 0) -> Iterator[None]:
+    """Check each launch of the interpreter inside. With a chip, launches of its tensors take part in its order and memory."""
+    launch_all, seeds = interpreter.GridExecutor.__call__, random.Random(seed)
+
+    def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        on_chip = chip if chip is not None and any(chip.device_of(tensor) != HOST for tensor in tensors) else None
+        name = executor.fn.__name__
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            seen = Launch(name, seeds.randrange(1 << 30), on_chip)
+            with mock.patch.object(Launch, "current", seen):
+                launch_all(executor, *args, **kwargs)
+            seen.check_races()
+            if on_chip is not None:
+                seen.touch(on_chip.current_stream().timeline)
+
+        if on_chip is None:
+            run(*args, **kwargs)
+            return
+        begin_launch(on_chip, name, tensors)
+        unseen(run, on_chip)(*args, **kwargs)
+        if on_chip.graph is not None:
+            on_chip.graph.add(name, run, (args, kwargs), [], ([], []))
+
+    with watched(), mock.patch.object(interpreter.GridExecutor, "__call__", launch):
+        yield
+
+
+def begin_launch(chip: Chip, name: str, tensors: list[Tensor]) -> None:
     """Launch a kernel in the current stream of its tensors' device, which has to be the current one."""
     indices = {chip.device_of(tensor) for tensor in tensors}
     if HOST in indices:
-        raise Fault("memory of the host in a kernel", f"{seen.name}, launched at {place()}, gets a tensor of the host")
+        raise Fault("memory of the host in a kernel", f"{name}, launched at {place()}, gets a tensor of the host")
     if indices != {chip.current_device}:
-        message = f"{seen.name}, launched at {place()}, runs on device {chip.current_device}, and its tensors are on {sorted(indices)}"
+        message = f"{name}, launched at {place()}, runs on device {chip.current_device}; its tensors are on {sorted(indices)}"
         raise Fault("kernel on the wrong device", message)
-    timeline = chip.begin_launch(chip.current_device)
-    unseen(run, chip)()
-    for (block, is_write), (first, end) in seen.extents.items():
-        chip.touch_block(block, (first, end), timeline, is_write=is_write)
+    chip.begin_launch(chip.current_device)

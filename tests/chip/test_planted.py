@@ -40,20 +40,20 @@ def chip() -> Iterator[Chip]:
 
 
 @triton.jit
-def copy_kernel(out, x, num_elements, BLOCK: tl.constexpr, BOUND: tl.constexpr):
+def copy_kernel(out, x, num_elements, BLOCK: tl.constexpr, BOUND: tl.constexpr) -> None:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(x + at, mask=at < num_elements, other=0.0), mask=at < (num_elements if BOUND is None else BOUND))
 
 
 @triton.jit
-def copy_from_address_kernel(out, table, BLOCK: tl.constexpr):
+def copy_from_address_kernel(out, table, BLOCK: tl.constexpr) -> None:
     address = tl.load(table).to(tl.pointer_type(tl.float32))
     at = tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(address + at))
 
 
 @triton.jit
-def count_kernel(out, x, IS_ATOMIC: tl.constexpr):
+def count_kernel(out, x, IS_ATOMIC: tl.constexpr) -> None:
     if IS_ATOMIC:
         tl.atomic_add(out, tl.load(x + tl.program_id(0)))
     else:
@@ -89,7 +89,7 @@ class TestStreams:
 
     def test_a_value_that_is_read_before_it_arrives(self, chip: Chip) -> None:
         copy = HostCopy(torch.ones(3, device=GPU))
-        with pytest.raises(Fault, match="missing wait.*reads.*what is written by the default stream"):
+        with pytest.raises(Fault, match=r"missing wait.*reads.*what is written by the default stream"):
             copy._host.tolist()
         assert copy.read() == [1.0] * 3
 
@@ -179,7 +179,7 @@ class TestKernels:
         with checked():
             count_kernel[(8,)](out, x, True)
             assert out.tolist() == [8.0]
-            with pytest.raises(Fault, match="race: programs .* of count_kernel store to one address"):
+            with pytest.raises(Fault, match=r"race: programs .* of count_kernel store to one address"):
                 count_kernel[(8,)](out, x, False)
 
     def test_a_kernel_on_the_wrong_device(self, chip: Chip) -> None:
@@ -204,7 +204,8 @@ class TestKernels:
             "import json\nfrom tests.worker.kernels.cuda import compiled\n"
             "compiled.quantization.TILE_REGISTERS = {}\n"
             "name, kernel, constants = next(compiled.kernels(spread=True))\n"
-            "print(json.dumps({{name: compiled.resources(compiled.compile_kernel(name, kernel, constants)) | {{'threads': 256}}}}))"
+            "made = compiled.compile_kernel(name, kernel, constants)\n"
+            "print(json.dumps({{name: compiled.resources(made) | {{'threads': 256}}}}))"
         )
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -243,10 +244,9 @@ class TestGraphs:
             check_host_values(one, other)
 
     def test_a_capture_that_allocates(self, chip: Chip) -> None:
-        side = torch.cuda.Stream()
-        with pytest.raises(Fault, match="capture that allocates"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            with torch.cuda.stream(side):
-                torch.empty(3, device=GPU)
+        capture, aside = torch.cuda.graph(torch.cuda.CUDAGraph()), torch.cuda.stream(torch.cuda.Stream())
+        with pytest.raises(Fault, match="capture that allocates"), capture, aside:
+            torch.empty(3, device=GPU)
 
     def test_a_capture_that_waits(self, chip: Chip) -> None:
         x = torch.ones(3, device=GPU)
@@ -262,6 +262,20 @@ class TestGraphs:
         del x
         torch.ones(3, device=GPU)
         with pytest.raises(Fault, match="use after free: the replay of mul"):
+            graph.replay()
+
+    def test_a_graph_whose_table_has_an_address_of_freed_memory(self, chip: Chip) -> None:
+        x, out = torch.ones(64, device=GPU), torch.zeros(64, device=GPU)
+        table = torch.tensor([x.data_ptr()], dtype=torch.int64).pin_memory().to(GPU)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            copy_from_address_kernel[(1,)](out, table, 64)
+        assert out.tolist() == [0.0] * 64
+        graph.replay()
+        assert out.tolist() == [1.0] * 64
+        del x
+        torch.ones(64, device=GPU)
+        with pytest.raises(Exception, match="use after free"):
             graph.replay()
 
 
@@ -281,7 +295,7 @@ class TestCommunicators:
 
     def test_a_collective_that_is_not_waited_for(self, axis: Axis) -> None:
         pending = axis.start_gather(torch.ones(4, device=GPU), torch.zeros(1, 4, device=GPU))
-        with pytest.raises(Fault, match="missing wait.*the stream of communicator"):
+        with pytest.raises(Fault, match=r"missing wait.*the stream of communicator"):
             pending._result.add(1)
         pending.wait().add(1)
 

@@ -98,7 +98,7 @@ def train(document: dict[str, Any], folder: Path, num_steps: int, *, on_chip: bo
             stack.enter_context(cpu_as_accelerator())
         mesh = stack.enter_context(Mesh(env, GPU if on_chip else torch.device("cpu"), config.layout))
         trainer = Trainer(config, mesh, Recorder(), folder / ("chip" if on_chip else "cpu"))
-        for step in range(num_steps):
+        for _ in range(num_steps):
             if chip is not None:
                 chip.begin_step()
             trainer.step()
