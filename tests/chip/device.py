@@ -97,7 +97,7 @@ class Chip(TorchDispatchMode):
 
     @property
     def aim(self) -> int | None:
-        """Where the function that runs is to make its result: a device's index, HOST, or None for where its inputs are."""
+        """The place where a function is to make its result: a device's index, HOST, or None for where its inputs are."""
         return getattr(self._local, "aim", None)
 
     @contextmanager
@@ -205,7 +205,7 @@ class Chip(TorchDispatchMode):
         for leaf in (leaf for argument in (*args, *kwargs.values()) for leaf in tensors_in(argument)):
             handler = type(leaf).__torch_dispatch__
             if handler is not torch._C._disabled_torch_dispatch_impl:
-                if self.aim is not None and "device" in kwargs:  # torch was given the CPU for it
+                if self.aim is not None and "device" in kwargs:  # torch got the CPU for it
                     kwargs = kwargs | {"device": torch.device("cpu") if self.aim == HOST else torch.device("cuda", self.aim)}
                 with self.aimed(None), self:
                     return handler(func, types, args, kwargs)
@@ -292,7 +292,7 @@ class Chip(TorchDispatchMode):
         return result
 
     def check_fake(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Compare an op of ours, once for each layout, with what a compiler is told of its results."""
+        """Compare the results of an op of ours, once for each layout, with its fake, which a compiler believes."""
         layouts = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors_in([args, list(kwargs.values())])]
         key = f"{func} {layouts} {[leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)]}"
         if key in self._checked_fakes:
@@ -309,7 +309,7 @@ class Chip(TorchDispatchMode):
             ):
                 said = f"{expected.dtype} {tuple(expected.shape)} of strides {expected.stride()}"
                 made = f"{real.dtype} {tuple(real.shape)} of strides {real.stride()}"
-                raise Fault("fake strides lie", f"{func} at {place()}: a compiler is told {said}; the result is {made}")
+                raise Fault("fake strides lie", f"{func} at {place()}: the fake is {said}; the result is {made}")
 
     def take_results(self, result: Any, index: int, timeline: Timeline, *, is_empty: bool = False) -> None:
         """Place new tensors of an op on its device, if it is not to make them on the host."""

@@ -1,4 +1,4 @@
-"""What torch says inside of a chip: where tensors are, and that torch.cuda is there."""
+"""The answers that torch gives inside of a chip: where tensors are, and that torch.cuda is there."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -246,7 +246,7 @@ def torch_cuda(chip: Chip) -> dict[str, Any]:
     def num_bytes(_device: Any = None) -> int:
         return chip.memory.num_bytes
 
-    properties = SimpleNamespace(name=NAME, total_memory=NUM_BYTES, uuid="0", multi_processor_count=132)
+    properties = SimpleNamespace(name=NAME, total_memory=NUM_BYTES, uuid="0", multi_processor_count=132, major=9, minor=0)
     generators = [torch.Generator() for _ in range(chip.num_devices)]
     return {
         "Stream": cuda.Stream, "Event": cuda.Event, "stream": cuda.stream, "current_stream": chip.current_stream,

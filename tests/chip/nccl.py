@@ -46,7 +46,7 @@ class Launched(NamedTuple):
 
 
 class Work:
-    """What is under way. It keeps the tensors, as torch's does, until it is waited for."""
+    """A collective or transfer that is under way. It keeps the tensors, as torch's does, until it is waited for."""
 
     def __init__(self, chip: Chip, inner: Any, clock: dict[int, int], tensors: Sequence[Tensor]) -> None:
         self._chip, self._inner, self._clock, self._tensors = chip, inner, clock, tensors

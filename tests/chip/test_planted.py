@@ -150,7 +150,7 @@ class TestHost:
 class TestMemory:
     @pytest.mark.parametrize("is_freed", [True, False])
     def test_a_use_after_free(self, chip: Chip, is_freed: bool) -> None:
-        """Of an address that a table has kept."""
+        """A table has kept the address."""
         x, out = torch.ones(64, device=GPU), torch.zeros(64, device=GPU)
         table = torch.tensor([x.data_ptr()], dtype=torch.int64).pin_memory().to(GPU)
         if not is_freed:

@@ -59,7 +59,7 @@ REFUSED = {(name, "fp16-amp") for name in ("fused loss", "gradient release", "te
 
 
 class Trained(NamedTuple):
-    """What a run has given. waits: of each step, by the name and the place. launched: by this rank, with NCCL's rules."""
+    """The results of a run. waits: of each step, by the name and the place. launched: by this rank, with NCCL's rules."""
 
     numbers: list[tuple[float, float]]
     weights: str

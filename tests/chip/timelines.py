@@ -21,7 +21,7 @@ class Fault(AssertionError):
 
 
 class Timeline:
-    """What one stream of a device does, or the host, in order."""
+    """The work of one stream of a device, or of the host, in order."""
 
     num_made = 0
 
