@@ -35,7 +35,8 @@ from tests.kit.waiting import LONG_S
 from tests.worker.train.test_late_reads import make, run
 
 pytestmark = pytest.mark.usefixtures("accelerator")
-IN_EVERY_RUN = ("fp32", "fp16-amp", "O2")
+MARKS: dict[str, Any] = {"fp32": (), "fp16-amp": pytest.mark.system, "O2": pytest.mark.system}
+"""One level in every run; those that are in neither are in the matrix."""
 READS_OF_SAMPLES = 1
 """Reads of statistics sampled in the newest four steps. They decide which layers multiply in bf16, as the checkpoint says."""
 LATE_READ = "event.synchronize at worker/metrics/readback.py"
@@ -91,9 +92,7 @@ def waits_of_saves(
 
 
 @pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
-@pytest.mark.parametrize(
-    "level", [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.matrix) for name in LEVELS]
-)
+@pytest.mark.parametrize("level", [pytest.param(name, marks=MARKS.get(name, pytest.mark.matrix)) for name in LEVELS])
 def test_no_checkpoint_waits(tmp_path: Path, spec_document: dict[str, Any], level: str) -> None:
     """With accumulation, clipping, statistics and a moving average of the weights."""
     document = job(spec_document, level, ema_decay=0.9, cuda_graph="off")
