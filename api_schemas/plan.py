@@ -20,6 +20,7 @@ from octet.api_schemas.levels import AUTOMATIC, LEVELS
 from octet.api_schemas.measured import Bytes
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.huggingface import CountedSizes, HuggingFaceSizes, HuggingFaceSpec, NetworkShapes
+from octet.api_schemas.nccl_buffers import nccl_bytes
 from octet.api_schemas.planned_states import (
     CLASSES,
     NotPlanned,
@@ -41,8 +42,6 @@ CONTEXT_BYTES = 700_000_000
 """CUDA's context and kernels, at most, with lazy loading (pytorch issue 107667)."""
 SMALL_BYTES = 1 << 20
 """A trace rounds each tensor up as CUDA's allocator does, by up to 511 bytes, which in tiny models is more than the tensors."""
-NCCL_BYTES = 4_340_000_000
-"""NCCL after its first all-to-all on 8 H100 (NCCL issue 1685)."""
 FP8_CAPABILITY = (8, 9)
 PEAK_CLASSES = (*CLASSES, "activations", "logits", "communication", "temporary")
 """Classes of the bytes at a step's peak: those of `memory_report`, and four of tensors that are freed within the step."""
@@ -350,7 +349,7 @@ def _row(
     peak = _peak_of_ranks(replies)
     reason = (candidate.wants_peak and why_not_traced(spec)) or ONLY_STATES
     lower = sum(states.held.values()) if peak is None else max(peak.bytes, sum(states.held.values()))
-    outside = {"framework": CONTEXT_BYTES, "communication": NCCL_BYTES if spec.resources.workers > 1 else 0}
+    outside = {"framework": CONTEXT_BYTES, "communication": nccl_bytes(spec.layout, spec.parallelism)}
     overhead = sum(outside.values())
     found = {
         "reason": missing if replies else reason,

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from octet.api_schemas import JobSpec
 from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.levels import AUTOMATIC, LEVELS
+from octet.api_schemas.nccl_buffers import nccl_bytes
 from octet.api_schemas.plan import (
     FRAGMENTATION,
-    NCCL_BYTES,
     Peak,
     PeakLine,
     PlanRequest,
@@ -116,7 +116,8 @@ def test_a_peak_has_bounds_and_a_largest_micro_batch() -> None:
     before = row.peak_bytes - activations
     assert 8 <= fit.largest_micro_batch < (24_000_000_000 - before) / (activations / 8)
     (on_two,) = [each for each in rows(job(workers=2), 24_000_000_000, activations) if each.level == "O2"]
-    assert on_two.upper_bytes == row.upper_bytes + NCCL_BYTES
+    of_two = job(workers=2)
+    assert on_two.upper_bytes == row.upper_bytes + nccl_bytes(of_two.layout, of_two.parallelism)
 
 
 def test_states_that_differ_from_the_trace_are_marked() -> None:

@@ -68,6 +68,6 @@ def test_a_system_s_formats_are_bytes_of_parameters_activations_and_what_a_plan_
     monkeypatch.setattr(published, "kept_by_block", lambda *_: Kept(1000.0, 7.0))
     found = published.in_their_formats(sizes, "te", published.Stored(4, 4, 12), layout, 3)
     half = build_gpt(sizes.model_copy(update={"num_layers": 2}), torch.device("meta")).num_parameters / 2
-    assert found == half * (4 + 4 + 12 / 4) + 3 * 1000 * 2 * 2 / 2 + published.CONTEXT_BYTES + published.NCCL_BYTES
+    assert found == half * (4 + 4 + 12 / 4) + 3 * 1000 * 2 * 2 / 2 + published.CONTEXT_BYTES + published.OTHERS_NCCL_BYTES
     alone = published.in_their_formats(sizes, "te", published.Stored(0, 0, 0), Layout(1, 1, 1, 1), 1)
-    assert alone == 4 * 1000 + 6 * 32 * 256 + published.CONTEXT_BYTES + published.NCCL_BYTES, "with the logits"
+    assert alone == 4 * 1000 + 6 * 32 * 256 + published.CONTEXT_BYTES + published.OTHERS_NCCL_BYTES, "with the logits"

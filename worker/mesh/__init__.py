@@ -1,6 +1,6 @@
 """The ranks that train one model together: named axes, and collectives on an axis."""
 
-from octet.worker.mesh.axes import Axes, make_axis, twin_of
+from octet.worker.mesh.axes import Axes, bound_exchange, make_axis, twin_of
 from octet.worker.mesh.axis import Axis, Pending
 from octet.worker.mesh.in_graph import AxisInBlocks
 from octet.worker.mesh.mesh import Mesh
@@ -20,6 +20,7 @@ __all__ = [
     "SavedTensor",
     "TensorInPieces",
     "Waits",
+    "bound_exchange",
     "make_axis",
     "twin_of",
 ]

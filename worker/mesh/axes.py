@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from octet.api_schemas import AxisName, Layout
+from octet.api_schemas.nccl_buffers import NUM_EXCHANGE_CHANNELS
 from octet.worker.mesh.axis import Axis
 
 
@@ -112,3 +113,17 @@ def twin_of(axis: Axis) -> Axis:
     twin = Axis(axis.name, axis.size, axis.rank, axis.device, group)
     twin.sent_bytes, twin.waits = axis.sent_bytes, axis.waits
     return twin
+
+
+def bound_exchange(axis: Axis) -> None:
+    """Let an axis exchange over a communicator of its own with few channels, where NCCL is the backend. All ranks of the world
+    call it together, each for its own axis.
+
+    The buffers of an exchange grow with its channels (`api_schemas/nccl_buffers.py`), not with how it is divided into sends.
+    """
+    if axis.size == 1 or axis.exchange_group is not None or "nccl" not in dist.get_backend(axis.group):
+        return
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = NUM_EXCHANGE_CHANNELS
+    ranks = dist.get_process_group_ranks(axis.group)
+    axis.exchange_group = dist.new_group(ranks, backend="nccl", pg_options=options, use_local_synchronization=True)

@@ -46,6 +46,8 @@ class Axis:
         self.sent_bytes: Counter[tuple[str, str]] = Counter()
         """Bytes of tensors that this rank sent, by collective and by the dtype of the values; padding counts."""
         self.group = group
+        self.exchange_group: dist.ProcessGroup | None = None
+        """The communicator of exchanges, if they have one of their own (`bound_exchange`)."""
 
     @property
     def is_first(self) -> bool:
@@ -86,7 +88,7 @@ class Axis:
         received_RS = torch.empty_like(parts_RS)
         received_bytes, sent_bytes = received_RS.view(torch.uint8), parts_RS.view(torch.uint8)
         with (call := self.waits.call("exchange", self.name, parts_RS.nbytes)):
-            work = dist.all_to_all_single(received_bytes, sent_bytes, group=self.group, async_op=True)
+            work = dist.all_to_all_single(received_bytes, sent_bytes, group=self.exchange_group or self.group, async_op=True)
         self.count_sent("exchange", parts_RS.dtype, parts_RS.nbytes * (self.size - 1) // self.size)
         return Pending(received_RS, work, parts_RS, call)
 

@@ -19,7 +19,7 @@ from octet.worker.fp8.gradient_hooks import has_new_gradient
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.weight import stored, tensors_in_memory
 from octet.worker.kernels.torch_private import call_after_backward
-from octet.worker.mesh import Axis
+from octet.worker.mesh import Axis, bound_exchange
 from octet.worker.parallel.buckets import Bucket, CodesBucket, WideBucket
 
 _DONE = object()
@@ -64,6 +64,7 @@ class GradientBuckets:
         self._num_launched = 0
         self._under_way: list[Iterator[None]] = []
         if axis.size > 1:
+            bound_exchange(axis)
             # A parameter holds its hooks where Python's collector cannot see them: a strong reference would free nothing.
             hook = partial(_arrive_at, weakref.ref(self))
             for parameter in self._home:

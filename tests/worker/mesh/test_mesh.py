@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from octet.api_schemas import Layout
+from octet.api_schemas.nccl_buffers import NUM_EXCHANGE_CHANNELS
 from octet.worker.common.config import RankEnv
-from octet.worker.mesh import Mesh
+from octet.worker.mesh import Axis, Mesh, bound_exchange
 from tests.kit.ports import free_port
 from tests.kit.ranks import run_ranks
 
@@ -112,3 +113,23 @@ def test_nccl_connects_every_group_when_it_is_made(monkeypatch: pytest.MonkeyPat
             mesh.__enter__()
         assert made.call_args.args == (backend,)
         assert made.call_args.kwargs["device_id"] == expected
+
+
+def test_gradients_are_exchanged_over_few_channels_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's buffers grow with the channels between two GPUs. gloo has none, and exchanges where it gathers."""
+    options = mock.Mock()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", mock.Mock(Options=mock.Mock(return_value=options)), raising=False)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _group: [0, 2])
+    made = mock.Mock(return_value="bounded")
+    monkeypatch.setattr(dist, "new_group", made)
+    for backend, expected in (("gloo", None), ("nccl", "bounded")):
+        monkeypatch.setattr(dist, "get_backend", lambda _group, backend=backend: backend)
+        axis = Axis("replicas", 2, 0, torch.device("cpu"))
+        bound_exchange(axis)
+        bound_exchange(axis)
+        assert axis.exchange_group == expected
+    made.assert_called_once_with([0, 2], backend="nccl", pg_options=options, use_local_synchronization=True)
+    assert options.config.max_ctas == NUM_EXCHANGE_CHANNELS
+    monkeypatch.setattr(dist, "all_to_all_single", sent := mock.Mock())
+    axis.start_exchange(torch.zeros(2, 4))
+    assert sent.call_args.kwargs["group"] == "bounded"
