@@ -16,7 +16,7 @@ from torch import Tensor
 from octet.worker.fp8.casts import TRAINABLE_DTYPES
 from octet.worker.fp8.fsdp import axis_of, elements_of, is_shard, like_shard
 from octet.worker.kernels.formats import BLOCK
-from octet.worker.kernels.torch_private import first_of_local, local_of
+from octet.worker.kernels.torch_private import first_of_local, foreach_copy_, local_of
 from octet.worker.mesh import Axis
 from octet.worker.optim.codecs import CODECS, Codec, Parts, select_entries
 from octet.worker.optim.origin import Origin
@@ -69,17 +69,20 @@ def agree_on_weight_scales(
     """
     if not weights:
         return
-    written = torch.stack([torch.stack([weight.amax.reshape(()), weight.dequant_scale.reshape(())]) for weight in weights])
+    # All numbers as one tensor, and back in one launch: two weights or two thousand take as many launches.
+    held = [number.reshape(()) for weight in weights for number in (weight.amax, weight.dequant_scale)]
+    written_W2 = torch.stack(held).view(-1, 2)
     if is_owned is not None:
-        written = torch.where(is_owned[:, None], written, 0.0)
-    amaxes, scales = axis.max_(written).unbind(1)
-    scales = torch.where(scales.isfinite(), scales, torch.nan)
-    for weight, amax, dequant_scale in zip(weights, amaxes, scales, strict=True):
-        weight.amax.copy_(amax)
-        weight.dequant_scale.copy_(dequant_scale)
-        if weight.needs_master:
-            master_scale = optimizer.state[weight.parameter]["master_weights"]["dequant_scale"]
-            master_scale.copy_(torch.where(dequant_scale.isfinite(), master_scale, torch.nan))
+        written_W2 = torch.where(is_owned[:, None], written_W2, 0.0)
+    scales_W = axis.max_(written_W2)[:, 1]
+    is_finite_W = scales_W.isfinite()
+    scales_W.copy_(torch.where(is_finite_W, scales_W, torch.nan))
+    foreach_copy_(held, list(written_W2.flatten().unbind()))
+    refined = [index for index, weight in enumerate(weights) if weight.needs_master]
+    if refined:
+        masters = [optimizer.state[weights[index].parameter]["master_weights"]["dequant_scale"] for index in refined]
+        finite = torch.stack([is_finite_W[index] for index in refined])
+        foreach_copy_(masters, list(torch.where(finite, torch.stack(masters), torch.nan).unbind()))
 
 
 def origin_of(parameter: Tensor, index: int) -> Origin:
