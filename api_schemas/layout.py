@@ -30,12 +30,12 @@ class ParallelismSpec(Contract):
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=0,
         description="1: ranks hold shares of optimizer states and master weights; 2: and of accumulated gradients; 3: and of "
-        "the weights of blocks, which are gathered while a block computes",
+        "the weights of blocks, embedding and head, which are gathered while they compute",
     )
     wide_communication: WideDtype = Field(
         default="fp32",
-        description="dtype in which gradients travel that are not in FP8, and at zero_stage 3 fp32 weights of blocks; bf16 "
-        "rounds each rank's once, for half the bytes",
+        description="dtype in which gradients travel that are not in FP8, and at zero_stage 3 fp32 weights that are gathered; "
+        "bf16 rounds each rank's once, for half the bytes",
     )
     tensor: Literal[1, 2, 4, 8, 16, 32, 64] = Field(
         default=1,

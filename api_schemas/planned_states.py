@@ -58,13 +58,15 @@ class States(NamedTuple):
 class _Parameter(NamedTuple):
     """A parameter on a rank: its elements there, those of all tensor ranks, and the ranks that hold the same elements.
 
-    block: the block whose weights the rank holds a share of and gathers together, under ZeRO 3; else None.
+    home: what the rank holds a share of and gathers together under ZeRO 3, a block or a layer of the vocabulary; else None.
+    num_gathers: of it in the passes of a micro-batch.
     """
 
     num_elements: int
     num_whole: int
     num_replicas: int
-    block: int | None
+    home: str | None
+    num_gathers: int
     is_converted: bool
     is_coded: bool
     """True if its gradient is held, and travels, in FP8."""
@@ -177,18 +179,27 @@ class _Rank:
             num_elements = num_whole // (self.spec.parallelism.tensor if shape.divided_dim is not None else 1)
             is_converted = shape.name in converted and self.level.has_own_fp8
             is_coded = is_converted and self.precision.holds_fp8_gradients
-            block = shape.block if self.zero == 3 else None
+            home, num_gathers = self._home(shape), 2
+            if shape.is_vocabulary:  # the embedding's for its forward pass, the head's once for both passes
+                num_gathers = 1 + any(other.tied_to == shape.name for other in kept)
             is_matrix = self.optimizer in MATRIX_STATES and is_hidden_matrix(shape)
             num_replicas = self.num_replicas // (1 if shape.expert is None else self.spec.layout.expert)
-            held.append(_Parameter(num_elements, num_whole, num_replicas, block, is_converted, is_coded, is_matrix))
+            held.append(_Parameter(num_elements, num_whole, num_replicas, home, num_gathers, is_converted, is_coded, is_matrix))
         return held
+
+    def _home(self, shape: ParameterShape) -> str | None:
+        if self.zero < 3:
+            return None
+        if shape.is_vocabulary:
+            return shape.name
+        return None if shape.block is None else f"block {shape.block}"
 
     def _buckets(self) -> list[list[_Parameter]]:
         """Return the buckets in which gradients travel, as `data_parallel.py` fills them; their order does not matter here."""
-        kinds: dict[tuple[int, bool, bool, int | None], list[_Parameter]] = {}
+        kinds: dict[tuple[int, bool, bool, str | None], list[_Parameter]] = {}
         for parameter in reversed(self.parameters):
             in_codes = parameter.is_converted and self.level.weight != "fp32"
-            kind = (parameter.num_replicas, parameter.is_coded, in_codes, parameter.block)
+            kind = (parameter.num_replicas, parameter.is_coded, in_codes, parameter.home)
             kinds.setdefault(kind, []).append(parameter)
         return [
             kind[indices.start : indices.stop]
@@ -252,7 +263,7 @@ class _Rank:
         is_sum = self.zero >= 2 and self.spec.batch.num_micro_batches > 1
         if not bucket[0].is_coded and not is_sum:
             found["gradients"] = 4 * share_size
-        if bucket[0].block is not None:  # a released weight keeps the memory of one element
+        if bucket[0].home is not None:  # a released weight keeps the memory of one element
             _, num_bytes = self._weight_dtype(bucket[0])
             found["weights"] = num_bytes * (share_size + len(bucket))
 
@@ -292,9 +303,9 @@ class _Rank:
             sent["gather"][marks] += len(bucket) * mark_bytes * num_others * num_exchanges
             if self.zero:
                 dtype, num_bytes = self._weight_dtype(first)
-                if first.block is not None and dtype == "float32":
+                if first.home is not None and dtype == "float32":
                     dtype, num_bytes = wide_dtype, wide_bytes
-            times = 2 * num_passes if first.block is not None else 1
+            times = first.num_gathers * num_passes if first.home is not None else 1
             sent["gather"][dtype] += elements * num_bytes * times
             if self.zero and any(parameter.is_matrix for parameter in bucket):
                 sent["gather"][MATRIX_DTYPE[0]] += self._num_gathered_for_matrices(bucket, sizes) * MATRIX_DTYPE[1]

@@ -70,7 +70,7 @@ class GPTSizes(FamilySizes):
     def parameters(self) -> Shapes:
         """Yield the parameters in the order in which the network registers them."""
         width, vocabulary = self.hidden_size, (self.vocab_size, self.hidden_size)
-        yield ParameterShape("token_embedding.weight", vocabulary, divided_dim=0)
+        yield ParameterShape("token_embedding.weight", vocabulary, divided_dim=0, is_vocabulary=True)
         yield ParameterShape("position_embedding.weight", (self.max_sequence_length, width))
         for block in range(self.num_layers):
             name = f"blocks.{block}"
@@ -81,7 +81,7 @@ class GPTSizes(FamilySizes):
             yield from linear(f"{name}.mlp.up", 4 * width, width, divided_dim=0, block=block)
             yield from linear(f"{name}.mlp.down", width, 4 * width, divided_dim=1, block=block)
         yield from norm("final_norm", width)
-        yield ParameterShape("head.weight", vocabulary, True, 0, tied_to="token_embedding.weight")
+        yield ParameterShape("head.weight", vocabulary, True, 0, tied_to="token_embedding.weight", is_vocabulary=True)
 
     def flops_per_token(self, sequence_length: int) -> float:
         """FLOPs for one token, forward and backward: 6 per parameter in a product, plus 12·L·D·T for attention.

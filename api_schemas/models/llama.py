@@ -76,7 +76,7 @@ class LlamaSizes(FamilySizes):
         """Yield the parameters in the order in which the network registers them."""
         width, inner, vocabulary = self.hidden_size, self.intermediate_size, (self.vocab_size, self.hidden_size)
         key_value_width = self.num_key_value_heads * self.head_size
-        yield ParameterShape("token_embedding.weight", vocabulary, divided_dim=0)
+        yield ParameterShape("token_embedding.weight", vocabulary, divided_dim=0, is_vocabulary=True)
         for block in range(self.num_layers):
             name = f"blocks.{block}"
             yield from norm(f"{name}.attention_norm", width, bias=False, block=block)
@@ -89,7 +89,7 @@ class LlamaSizes(FamilySizes):
             yield from linear(f"{name}.mlp.down", width, inner, bias=False, divided_dim=1, block=block)
         yield from norm("final_norm", width, bias=False)
         tied_to = "token_embedding.weight" if self.tie_embeddings else None
-        yield ParameterShape("head.weight", vocabulary, True, 0, tied_to=tied_to)
+        yield ParameterShape("head.weight", vocabulary, True, 0, tied_to=tied_to, is_vocabulary=True)
 
     def flops_per_token(self, sequence_length: int) -> float:
         """FLOPs for one token, forward and backward: 6 per parameter in a product, plus 12·L·D·T for attention.

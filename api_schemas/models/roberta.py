@@ -59,7 +59,7 @@ class RobertaSizes(FamilySizes):
         """Yield the parameters in the order in which the network registers them."""
         width, vocabulary = self.hidden_size, (self.vocab_size, self.hidden_size)
         embeddings, head = "network.roberta.embeddings", "network.lm_head"
-        yield ParameterShape(f"{embeddings}.word_embeddings.weight", vocabulary)
+        yield ParameterShape(f"{embeddings}.word_embeddings.weight", vocabulary, is_vocabulary=True)
         yield ParameterShape(f"{embeddings}.token_type_embeddings.weight", (1, width))
         yield from norm(f"{embeddings}.LayerNorm", width)
         yield ParameterShape(f"{embeddings}.position_embeddings.weight", (self._num_positions, width))
@@ -75,7 +75,9 @@ class RobertaSizes(FamilySizes):
         yield ParameterShape(f"{head}.bias", (self.vocab_size,))
         yield from linear(f"{head}.dense", width, width)
         yield from norm(f"{head}.layer_norm", width)
-        yield ParameterShape(f"{head}.decoder.weight", vocabulary, True, tied_to=f"{embeddings}.word_embeddings.weight")
+        yield ParameterShape(
+            f"{head}.decoder.weight", vocabulary, True, tied_to=f"{embeddings}.word_embeddings.weight", is_vocabulary=True
+        )
 
     @property
     def buffer_bytes(self) -> int:

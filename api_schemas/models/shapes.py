@@ -10,7 +10,8 @@ class ParameterShape(NamedTuple):
     is_linear: the weight of a linear layer, (out, in). divided_dim: the dimension by which tensor ranks cut it; None where each
     holds it whole. block: the index of the repeated block that it lies in; None outside of blocks. tied_to: the name of the
     parameter that this is, unless a pipeline keeps the two on different ranks. expert: the index of the expert that it belongs
-    to, and the number of experts of the mixture, where each is a layer of its own.
+    to, and the number of experts of the mixture, where each is a layer of its own. is_vocabulary: the weight of a language
+    model's embedding or head, with a row for each token.
     """
 
     name: str
@@ -20,6 +21,7 @@ class ParameterShape(NamedTuple):
     block: int | None = None
     tied_to: str | None = None
     expert: tuple[int, int] | None = None
+    is_vocabulary: bool = False
 
     @property
     def layer(self) -> str:

@@ -1,10 +1,10 @@
 """The losses of models that predict tokens, and the check of a sequence's length."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octet.worker.mesh import Axis
@@ -16,6 +16,14 @@ from octet.worker.models.model import Losses, TrainedModel
 
 class LanguageModel(TrainedModel):
     """Base of our networks that map tokens to logits of the next token."""
+
+    token_embedding: nn.Module
+    head: nn.Module
+
+    @property
+    def vocabulary_layers(self) -> Sequence[nn.Module]:
+        """The embedding and the head, tied or not."""
+        return self.token_embedding, self.head
 
     def loss(self, batch: Mapping[str, Tensor], **of_part: Any) -> Losses:
         """Mean cross entropy in nats per token, computed in fp32. Its backward pass can run only once.

@@ -42,6 +42,8 @@ class LogitsAreRead(InvalidConfig, AttributeError):
 class DeferredLogits(NamedTuple):
     """The operands of a head, returned instead of its logits. inputs: (…, D). weight: (V, D). bias: (V) or None.
 
+    gather: makes the weight whole before a pass reads it, where ranks divide it.
+
     They go through what changes no logit and into torch's cross entropy, so the losses of transformers and of people take
     them. Any other use raises LogitsAreRead.
     """
@@ -50,6 +52,7 @@ class DeferredLogits(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     multiply: Product
+    gather: Callable[[], None] | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -159,8 +162,8 @@ def linear_cross_entropy(logits: DeferredLogits, targets_N: Tensor, weights_N: T
 
     weights_N: each token's share of the mean, fp32; None for equal ones. A target of share 0 is in the vocabulary, too.
     """
-    inputs_ND, weight_VD, bias_V, multiply = logits
-    loss: Tensor = _LinearCrossEntropy.apply(inputs_ND, weight_VD, bias_V, targets_N, weights_N, multiply)
+    inputs_ND, weight_VD, bias_V, multiply, gather = logits
+    loss: Tensor = _LinearCrossEntropy.apply(inputs_ND, weight_VD, bias_V, targets_N, weights_N, (multiply, gather))
     return loss
 
 
@@ -173,8 +176,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_N: Tensor,
         weights_N: Tensor | None,
-        multiply: Product,
+        head: tuple[Product, Callable[[], None] | None],
     ) -> Tensor:
+        multiply, gather = ctx.head = head
+        if gather is not None:
+            gather()
         log_sums_N = torch.full((len(inputs_ND),), -torch.inf, device=inputs_ND.device)
         none_NV = log_sums_N.new_zeros(()).expand(len(inputs_ND), len(weight_VD))
         target_logits_N = none_NV.gather(1, targets_N[:, None]).squeeze(1)  # refuses what is not in the vocabulary
@@ -184,13 +190,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             is_here_N, places_N1 = _places(targets_N, columns)
             target_logits_N += torch.where(is_here_N, logits_Nv.gather(1, places_N1).squeeze(1), 0.0)
         losses_N = log_sums_N - target_logits_N
-        ctx.multiply = multiply
         ctx.save_for_backward(inputs_ND, weight_VD, bias_V, targets_N, weights_N, log_sums_N)
         return losses_N.mean() if weights_N is None else (losses_N * weights_N).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        multiply, gather = ctx.head
+        if gather is not None:
+            gather()
         inputs_ND, weight_VD, bias_V, targets_N, weights_N, log_sums_N = ctx.saved_tensors
         needs_inputs, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         share_N = torch.full_like(log_sums_N, 1 / len(inputs_ND)) if weights_N is None else weights_N
@@ -199,17 +207,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight_VD = torch.empty_like(weight_VD) if needs_weight else None
         grad_bias_V = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None
         for columns in _pieces(len(inputs_ND), len(weight_VD)):
-            logits_Nv = _logits(inputs_ND, weight_VD, bias_V, columns, ctx.multiply)
+            logits_Nv = _logits(inputs_ND, weight_VD, bias_V, columns, multiply)
             grad_Nv = (logits_Nv.float() - log_sums_N[:, None]).exp_().mul_(grad_N1)
             is_here_N, places_N1 = _places(targets_N, columns)
             grad_Nv.scatter_add_(1, places_N1, torch.where(is_here_N[:, None], -grad_N1, 0.0))
             grad_Nv = grad_Nv.to(logits_Nv.dtype)
             if grad_weight_VD is not None:
-                grad_weight_VD[columns] = ctx.multiply(grad_Nv.t(), inputs_ND.t())
+                grad_weight_VD[columns] = multiply(grad_Nv.t(), inputs_ND.t())
             if grad_bias_V is not None:
                 grad_bias_V[columns] = grad_Nv.sum(0, dtype=torch.float32)
             if grad_inputs_ND is not None:
-                grad_inputs_ND += ctx.multiply(grad_Nv, weight_VD[columns].t())
+                grad_inputs_ND += multiply(grad_Nv, weight_VD[columns].t())
         grad_inputs = None if grad_inputs_ND is None else grad_inputs_ND.to(inputs_ND.dtype)
         return grad_inputs, grad_weight_VD, grad_bias_V, None, None, None
 

@@ -66,6 +66,11 @@ class TrainedModel(nn.Module):
         """The roles of the layers that ranks may divide, by globs of names; empty for a model that they cannot divide."""
         return {}
 
+    @property
+    def vocabulary_layers(self) -> Sequence[nn.Module]:
+        """The layers whose weight has a row for each token, which nothing but their calls reads: the embedding, the head."""
+        return ()
+
     def initial(self, name: str, num_dims: int) -> Initial | None:
         """Return the initial values of a parameter by its name and number of dimensions; None where only its class can draw.
 

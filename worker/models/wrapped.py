@@ -5,7 +5,7 @@ Shape suffixes: B samples, T tokens, P predicted tokens of each sequence, V voca
 W width of an image.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,6 +32,11 @@ class WrappedModel(TrainedModel):
     def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
+
+    @property
+    def vocabulary_layers(self) -> Sequence[nn.Module]:
+        """The network's embedding of tokens and its head."""
+        return vocabulary_of_transformers(self.network)
 
 
 class _TokenModel(WrappedModel):
@@ -141,6 +146,23 @@ WRAPPERS: Mapping[Task, type[WrappedModel]] = {
 def wrap(network: Any, task: Task) -> TrainedModel:
     """Wrap a network of transformers for its task."""
     return WRAPPERS[task](network)
+
+
+def vocabulary_layers(model: nn.Module) -> Sequence[nn.Module]:
+    """Return the layers of a model's vocabulary, embedding first: of our models and of transformers'; else none is known."""
+    if isinstance(model, TrainedModel):
+        return model.vocabulary_layers
+    return vocabulary_of_transformers(model) if hasattr(model, "get_output_embeddings") else ()
+
+
+def vocabulary_of_transformers(network: Any) -> list[nn.Module]:
+    """Return a network's embedding of tokens and its head; for images transformers names layers of patches, which are left."""
+    try:
+        embedding = network.get_input_embeddings()
+    except NotImplementedError:  # an architecture without one
+        return []
+    head = network.get_output_embeddings()
+    return [layer for layer in (embedding, head) if isinstance(embedding, nn.Embedding) and layer is not None]
 
 
 ROLES: Mapping[str, TensorRole] = {

@@ -35,20 +35,20 @@ class GradientBuckets:
         *,
         max_elements: int = MAX_ELEMENTS,
         wide_dtype: torch.dtype = torch.float32,
-        blocks: Mapping[Tensor, int] | None = None,
+        homes: Mapping[Tensor, int] | None = None,
         axis_of: Callable[[Tensor], Axis] | None = None,
     ) -> None:
         """The trainable parameters are those of this moment. max_elements: of a bucket with several parameters.
 
-        wide_dtype: in which gradients travel that are not in FP8. blocks: the index of a parameter's block; no bucket holds
-        parameters of two blocks, or of a block and the rest. axis_of: returns the part of the axis whose ranks hold the same
-        parameter, by default all of it; one that a single rank holds is in no bucket.
+        wide_dtype: in which gradients travel that are not in FP8. homes: where a parameter lies that stage 3 of ZeRO divides;
+        no bucket holds parameters of two places, or of one and the rest. axis_of: returns the part of the axis whose ranks
+        hold the same parameter, by default all of it; one that a single rank holds is in no bucket.
         """
         self.model, self.axis = model, axis
         self._trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
         axes = {parameter: axis if axis_of is None else axis_of(parameter) for parameter in self._trained}
         shared = {parameter: part for parameter, part in axes.items() if part is axis or part.size > 1}
-        self.buckets = _make_buckets(model, shared, max_elements, wide_dtype, blocks or {})
+        self.buckets = _make_buckets(model, shared, max_elements, wide_dtype, homes or {})
         self.syncs = True
         """True if gradients that arrive are exchanged."""
         self.finishes_itself = False
@@ -219,7 +219,7 @@ def _make_buckets(
     axes: Mapping[nn.Parameter, Axis],
     max_elements: int,
     wide_dtype: torch.dtype,
-    blocks: Mapping[Tensor, int],
+    homes: Mapping[Tensor, int],
 ) -> list[Bucket]:
     """Buckets of parameters that are stored alike, in the order in which a backward pass is expected to fill them.
 
@@ -235,7 +235,7 @@ def _make_buckets(
     kinds: dict[tuple[Axis, bool, torch.dtype, torch.device, int | None], list[nn.Parameter]] = {}
     for parameter in ordered:
         is_in_codes, dtype = parameter in positions, stored(parameter).dtype
-        kind = (axes[parameter], is_in_codes, dtype, parameter.device, blocks.get(parameter))
+        kind = (axes[parameter], is_in_codes, dtype, parameter.device, homes.get(parameter))
         kinds.setdefault(kind, []).append(parameter)
     buckets: list[Bucket] = []
     for (axis, is_in_codes, *_), parameters in kinds.items():

@@ -19,6 +19,7 @@ from octet.api_schemas.layout import WideDtype
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.fp8.weight import Float8Weight
+from octet.worker.kernels.torch_private import foreach_copy_
 from octet.worker.mesh import Axes, Axis, TensorInPieces
 from octet.worker.models.model import Losses, TrainedModel
 from octet.worker.optim import LowBitOptimizer, clip_grad_norm_
@@ -27,7 +28,6 @@ from octet.worker.parallel.data_parallel import MAX_ELEMENTS, GradientBuckets
 from octet.worker.parallel.expert import DividedExperts
 from octet.worker.parallel.norm import clip_together
 from octet.worker.parallel.pipeline.parallel import PipelinedModel
-from octet.worker.parallel.sharded_blocks import parameters_of_blocks
 from octet.worker.parallel.strategy import DividedModel, replicas_by_tensor
 from octet.worker.parallel.tensor import TensorShards
 from octet.worker.parallel.zero import ShardedStates, check_zero
@@ -74,7 +74,7 @@ class Parallel:
     ) -> None:
         """parts: from `divide`, where strategies have divided the model.
 
-        wide_dtype: in which gradients travel that are not in FP8, and fp32 weights of blocks. max_elements: of a bucket.
+        wide_dtype: in which gradients travel that are not in FP8, and fp32 weights at stage 3. max_elements: of a bucket.
 
         Raises ValueError for another stage, for an optimizer or a parameter that cannot be sharded, and at stage 3 for a model
         without blocks that repeat.
@@ -84,15 +84,14 @@ class Parallel:
         self.shards = next((part for part in parts if isinstance(part, TensorShards)), TensorShards(axes))
         self.pipeline: PipelineRun | None = next((part.run for part in parts if isinstance(part, PipelinedModel)), None)
         """The passes of a step, where ranks hold stages of the model."""
-        blocks = check_zero(model, zero_stage, self.replicas)
-        of_blocks = parameters_of_blocks(model, blocks)
+        divided = check_zero(model, zero_stage, self.replicas)
         apart = replicas_by_tensor(parts)
         self.gradients = GradientBuckets(
             model,
             self.replicas,
             max_elements=max_elements,
             wide_dtype=wide_dtype,
-            blocks=of_blocks,
+            homes=None if divided is None else divided.homes,
             axis_of=lambda parameter: apart.get(parameter, axes.replicas),
         )
         shards_states = zero_stage > 0 and self.replicas.size > 1
@@ -101,8 +100,8 @@ class Parallel:
         if shards_states:
             stage = axes.stage if axes.tensor.size > 1 else None
             self._sharded = ShardedStates(optimizer, self.gradients, owners.axis, owners.counts, stage, zero_stage)
-            if blocks:
-                self._sharded.shard_blocks(blocks, of_blocks, wide_dtype)
+            if divided is not None:
+                self._sharded.shard_blocks(divided, wide_dtype)
         elif parts and isinstance(optimizer, LowBitOptimizer):
             optimizer.all_ranks_finite = partial(agree_on_finite, owners.axis)
         self._experts = next((part for part in parts if isinstance(part, DividedExperts)), None)
@@ -187,7 +186,7 @@ class Parallel:
     def holds_whole(self, tensor: Tensor) -> bool:
         """Return True if this rank holds a parameter or buffer of its model, or its shard, for good.
 
-        These are all but the parameters of blocks at stage 3.
+        These are all but what stage 3 divides.
         """
         blocks = None if self._sharded is None else self._sharded.blocks
         return blocks is None or tensor not in blocks.parameters
@@ -306,8 +305,8 @@ def _agree(scalings: Sequence[OperandScaling], axis: Axis) -> None:
 def _reduce(tensors: list[Tensor], reduce: Callable[[Tensor], Tensor]) -> None:
     """Reduce many small tensors as one tensor, in place."""
     reduced = reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-    for tensor, part in zip(tensors, reduced.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+    parts = reduced.split([tensor.numel() for tensor in tensors])
+    foreach_copy_(tensors, [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)])
 
 
 # Read whole parameters of a model that ranks divide: the one reader of `plain_state_dict`, `export` and state dicts.

@@ -51,12 +51,13 @@ def parallelize(
     the model's forward pass, for dropout.
 
     zero_stage: 1 shards optimizer states, master weights, residuals and the means of gradients; 2 also gradients that
-    accumulate over micro-batches; 3 also the weights of blocks that the model repeats, which are gathered while a block
-    computes. At stage 3 all ranks run the same blocks in the same order, and blocks are compiled before this call.
+    accumulate over micro-batches; 3 also the weights of blocks that the model repeats, and of embedding and head in our
+    language models and those of transformers, which are gathered while they compute: outside of their calls such a weight
+    reads as NaN. At stage 3 all ranks run the same blocks in the same order, and blocks are compiled before this call.
     Clip by `Parallel.clip_grad_norm_`: torch's function is refused for the model's parameters, and sees only this rank's pieces
     in the optimizer's groups. All ranks call `state_dict` and `load_state_dict`, of model and optimizer, together.
-    wide_communication: dtype in which gradients travel that are not in FP8, and at stage 3 fp32 weights of blocks; bf16 rounds
-    each rank's once, for half the bytes.
+    wide_communication: dtype in which gradients travel that are not in FP8, and at stage 3 fp32 weights that are gathered; bf16
+    rounds each rank's once, for half the bytes.
     group: by default all ranks of the world; a single process needs none.
     tensor: this many neighbouring ranks divide each layer of the plan and read the same samples; the ranks of
     `Parallel.data` read different ones. Parameters of these layers, and their values in state dicts, are then this rank's

@@ -2,9 +2,9 @@
 
 A rank's share is even to the element and may hold parts of tensors. Gradients arrive as means of the own share alone; after
 the step the ranks agree on the weights' scales and gather each other's new weights as they are stored: as codes where the level
-holds codes. In between every rank has the whole weights, but not of blocks at stage 3 (`sharded_blocks.py`). A step has the
-bits of a step without sharding: the same elements are rounded at the same places with the same random numbers. Only the norm is
-summed in another order (in float64).
+holds codes. In between every rank has the whole weights, but at stage 3 not those of blocks, embedding and head
+(`sharded_blocks.py`). A step has the bits of a step without sharding: the same elements are rounded at the same places with the
+same random numbers. Only the norm is summed in another order (in float64).
 
 `optimizer.state_dict()` is that of the whole optimizer, on every rank; all ranks call it together. `load_state_dict` takes the
 same, saved at any number of ranks. For checkpoints, `state_dicts_in_pieces` puts nothing together.
@@ -27,6 +27,7 @@ from octet.worker.fp8.weights import decode_values
 from octet.worker.kernels.formats import BLOCK
 from octet.worker.mesh import Axis, Pending, TensorInPieces
 from octet.worker.models.blocks import repeated_blocks
+from octet.worker.models.wrapped import vocabulary_layers
 from octet.worker.optim import LowBitOptimizer, QuantizedWeight
 from octet.worker.optim.rules.rule import Group
 from octet.worker.optim.sharding import cut_into_pieces, make_piece, shares_memory
@@ -34,14 +35,14 @@ from octet.worker.optim.shards import agree_on_finite, agree_on_weight_scales
 from octet.worker.parallel.buckets import Bucket
 from octet.worker.parallel.data_parallel import GradientBuckets, in_turn
 from octet.worker.parallel.norm import clip_together
-from octet.worker.parallel.sharded_blocks import ShardedBlocks
+from octet.worker.parallel.sharded_blocks import Divided, ShardedBlocks, divide_model
 from octet.worker.prepare.export_state_dict import OwnParameters
 
 ZERO_STAGES = (0, 1, 2, 3)
 
 
-def check_zero(model: nn.Module, zero_stage: int, replicas: Axis) -> list[nn.Module]:
-    """Return the blocks whose weights the stage divides; none below stage 3, or on one rank.
+def check_zero(model: nn.Module, zero_stage: int, replicas: Axis) -> Divided | None:
+    """Return the weights that the stage divides; None below stage 3, or on one rank.
 
     Raises ValueError for another stage, and at stage 3 for a model without blocks that repeat.
     """
@@ -51,14 +52,14 @@ def check_zero(model: nn.Module, zero_stage: int, replicas: Axis) -> list[nn.Mod
             "optimizer states and master weights."
         )
     if zero_stage < 3 or replicas.size == 1:
-        return []
+        return None
     blocks = repeated_blocks(model)
     if not blocks:
         raise ValueError(
             "zero_stage is 3 and the model repeats no blocks; allowed: models with an nn.ModuleList or nn.Sequential of alike "
             "blocks, whose weights are gathered one block at a time. Use zero_stage=2."
         )
-    return blocks
+    return divide_model(model, blocks, vocabulary_layers(model))
 
 
 class ShardedStates:
@@ -126,13 +127,10 @@ class ShardedStates:
         optimizer.register_state_dict_post_hook(self._make_whole)
 
     @torch.no_grad()
-    def shard_blocks(self, blocks: Sequence[nn.Module], of_blocks: Mapping[Tensor, int], sent_dtype: torch.dtype) -> None:
-        """Divide weights, too. of_blocks: the index of each weight's block; a bucket holds these weights or others.
-
-        sent_dtype: in which fp32 weights travel.
-        """
-        buckets = [bucket for bucket in self.gradients.buckets if bucket.parameters[0] in of_blocks]
-        self.blocks = ShardedBlocks(blocks, buckets, self.optimizer.quantized, self.axis, sent_dtype)
+    def shard_blocks(self, divided: Divided, sent_dtype: torch.dtype) -> None:
+        """Divide weights, too; a bucket holds these weights or others. sent_dtype: in which fp32 weights travel."""
+        buckets = [bucket for bucket in self.gradients.buckets if bucket.parameters[0] in divided.homes]
+        self.blocks = ShardedBlocks(divided, buckets, self.optimizer.quantized, self.axis, sent_dtype)
 
     def piece_of(self, parameter: Tensor) -> tuple[nn.Parameter, range] | None:
         """Return what this rank steps of a parameter, 1-D, and which elements these are; None for a frozen parameter."""

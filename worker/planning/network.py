@@ -93,6 +93,7 @@ def look_at(spec: JobSpec, config: Mapping[str, Any] | None) -> Found:
     blocks = repeated_blocks(model)
     homes = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
     roles = roles_of(model, plan_of(model)) if spec.parallelism.tensor > 1 else {}
+    vocabulary = {id(layer._parameters.get("weight")) for layer in model.vocabulary_layers}
     linear = {f"{name}.weight" for name, module in model.named_modules() if layout_of(module) is not None}
     experts, shapes, first_names = experts_of(model), [], dict[int, str]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -107,6 +108,7 @@ def look_at(spec: JobSpec, config: Mapping[str, Any] | None) -> Found:
                 homes.get(id(parameter)),
                 first_names.get(id(parameter)),
                 experts.get(name.rpartition(".")[0]),
+                id(parameter) in vocabulary,
             )
         )
         first_names.setdefault(id(parameter), name)

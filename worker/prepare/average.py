@@ -84,7 +84,8 @@ class AveragedModel(swa_utils.AveragedModel):
         is_first = not self._has_begun and bool(self.n_averaged == 0)
         reader = reader_of(model)
         held, given = ([*each.parameters(), *each.buffers()] for each in (self.module, model))
-        if held and self.n_averaged.device != held[0].device:  # the count stays where the average is: each copy of a number of the host would wait for the device
+        # The count stays where the average is: each copy of a number of the host would wait for the device.
+        if held and self.n_averaged.device != held[0].device:
             self.n_averaged = self.n_averaged.to(held[0].device)
         num_averaged = self.n_averaged
         if len(held) != len(given):

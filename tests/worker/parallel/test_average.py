@@ -53,23 +53,23 @@ def train_by_parallelize(folder: str, level: str, layout: dict[str, Any]) -> dic
     assert optimizer is not None
     average = average_of(model)
     parallel = parallelize(model, optimizer, **layout)
-    of_a_part = average_of_embedding(parallel.model) if "zero_stage" in layout else None
+    of_a_part = average_of_norm(parallel.model) if "zero_stage" in layout else None
 
     def update() -> None:
         average.update_parameters(parallel.model)
         if of_a_part is not None:
-            of_a_part.update_parameters(parallel.model.get_submodule("model.embed_tokens"))
+            of_a_part.update_parameters(parallel.model.get_submodule("model.norm"))
 
     expected = train(parallel.model, parallel.optimizer, update)
     found = plain_state_dict(average.module)
     if of_a_part is not None:
         found["part"] = plain_state_dict(of_a_part.module)["weight"]
-        expected["part"] = expected["model.embed_tokens.weight"]
+        expected["part"] = expected["model.norm.weight"]
     return {"expected": expected, "found": found, "refusal": refusal_of(lambda: average_of(parallel.model))}
 
 
-def average_of_embedding(model: nn.Module) -> AveragedModel:
-    return average_of(model.get_submodule("model.embed_tokens"))
+def average_of_norm(model: nn.Module) -> AveragedModel:
+    return average_of(model.get_submodule("model.norm"))
 
 
 def train_by_fsdp(folder: str, level: str, *, is_divided: bool) -> dict[str, Any]:

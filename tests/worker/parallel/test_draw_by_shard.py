@@ -272,10 +272,10 @@ def elements_of(sizes: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def share_of(sizes: dict[str, Any], level: str, num_ranks: int) -> float:
-    """Return the bytes that a rank holds at ZeRO 3: its share of blocks and states; embedding and head whole."""
+    """Return the bytes that a rank holds at ZeRO 3: its share of blocks, embedding and head, and of all states."""
     block, norms, ends = elements_of(sizes)
-    divided = sizes["num_layers"] * block * PER_ELEMENT[level] + norms * 12 + ends * 3
-    return divided / num_ranks + 4 * ends
+    divided = sizes["num_layers"] * block * PER_ELEMENT[level] + norms * 12 + ends * (4 + 3)
+    return divided / num_ranks
 
 
 def draw_llama(sizes: dict[str, Any], level: str) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -11,15 +11,19 @@ from torch import nn
 
 from octet.api_schemas import CheckpointReport, JobSpec, Layout
 from octet.api_schemas.levels import LEVELS
-from octet.worker import checkpoint, initialize, memory_report
+from octet.worker import checkpoint, fuse_loss, initialize, memory_report, plain_state_dict
 from octet.worker.checkpoint.resume import resume
 from octet.worker.common.config import RankEnv, resolve
 from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.fp8.weight import stored
+from octet.worker.kernels.torch_private import leave_the_compiler_unloaded
 from octet.worker.mesh import Axis, Mesh
 from octet.worker.mesh.axes import Axes
+from octet.worker.models import build_model
+from octet.worker.models.blocks import repeated_blocks
+from octet.worker.models.wrapped import vocabulary_layers
 from octet.worker.parallel import Parallel
-from octet.worker.parallel.sharded_blocks import parameters_of_blocks
+from octet.worker.parallel.sharded_blocks import divide_model
 from octet.worker.prepare.blocks import checkpoint_blocks, compile_blocks
 from octet.worker.train.loop import Trainer
 from tests.golden.record import digest
@@ -38,6 +42,7 @@ from tests.worker.parallel.reference import (
     make,
     parallel_on,
     reference,
+    set_share,
     state_of,
     step_on_ranks,
 )
@@ -58,6 +63,28 @@ CASES = [
 NUM_DIVIDED = 3 * (32 * 80 + 32 * 64) + 32 * 80
 """Elements of the converted weights in 7 layers. A weight that two blocks share is not converted, and stays whole."""
 COUNTED = [("fp32", 0), ("O1", 0), ("O2", 0), *((level, stage) for level in ("bf16-amp", "O3") for stage in (1, 3))]
+SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 256, "max_sequence_length": 16}
+LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
+    "gpt": SIZES,
+    "llama": {"family": "llama", "num_key_value_heads": 2, "intermediate_size": 64, **SIZES},
+    "qwen3": {
+        "family": "huggingface",
+        "architecture": "qwen3",
+        "config": {
+            **{"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
+            **{"num_hidden_layers": 2, "vocab_size": 256, "max_position_embeddings": 16, "tie_word_embeddings": True},
+        },
+    },
+}
+JOB = {"name": "zero3", "data": {"source": "tokens", "path": "/data"}, "training": {"steps": 1, "sequence_length": 16}}
+LANGUAGE = [
+    ("data", "gpt", True),
+    ("world", "gpt", False),
+    ("world", "llama", True),
+    ("data", "llama", False),
+    ("data", "qwen3", True),
+]
+"""Axis, model, and whether its loss is computed without logits; else the head multiplies in FP8 where it is not tied."""
 RESUMED = [("world", 3), ("alone", 0)]
 """Axes and stages at which a run goes on."""
 
@@ -132,6 +159,49 @@ def counted(axis: Axis, level: str, stage: int) -> dict[str, int]:
     for (collective, _), num_bytes in axis.sent_bytes.items():
         sent[collective] += num_bytes
     return sent
+
+
+def network(name: str) -> Any:
+    """Return a language model: gpt ties its head to its embedding, llama does not, qwen3 is transformers'."""
+    return build_model(JobSpec.model_validate({**JOB, "model": LANGUAGE_MODELS[name]}).model, 0)
+
+
+def language(axis: Axis, name: str, stage: int, *, is_fused: bool) -> Result:
+    """Train a language model. Returns losses, states, and what the ends' weights take between passes."""
+    leave_the_compiler_unloaded()
+    made = network(name)
+    adamw = torch.optim.AdamW(made.parameters(), lr=0.01)
+    model, optimizer = initialize(made, adamw, "O2", convert_heads=not is_fused, statistics_every=0, auto_filter=False)
+    assert optimizer is not None
+    set_share(model, axis.rank, axis.size)
+    if is_fused:
+        fuse_loss(model)
+    parallel = Parallel(model, optimizer, Axes.of_data(axis), zero_stage=stage)
+    losses = []
+    for step in range(STEPS):
+        tokens_BT = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(10 * step + axis.rank))
+        batches = [{"tokens": rows[:, :-1], "targets": rows[:, 1:]} for rows in tokens_BT.split(1)]
+        passes = [model.loss(batch).loss / 2 for batch in batches]  # both before a backward pass
+        with parallel.no_sync():
+            passes[0].backward()
+        passes[1].backward()
+        losses.append([float(loss.detach()) for loss in passes])
+        parallel.synchronize()
+        optimizer.step()
+        parallel.publish()
+        optimizer.zero_grad()
+    held = [stored(end.weight).untyped_storage().nbytes() for end in vocabulary_layers(model)]
+    model.eval()
+    with torch.no_grad():
+        losses.append([float(model.loss(batch).loss) for batch in parallel.as_many_passes(batches[: axis.rank])])
+    digests = [state_of(model, optimizer), digest(plain_state_dict(model))]
+    saved = exact_state_dict(model)
+    return {
+        "losses": losses,
+        "state": digests,
+        "held": held,
+        "is tied": len({saved[key].data_ptr() for key in saved if "token" in key or "head" in key}) == 1,
+    }
 
 
 def evaluated(axis: Axis) -> list[float]:
@@ -226,6 +296,11 @@ def work(rank: int, ports: list[int], folder: str, corpus: str, cases: list[tupl
         found["counted"] = {case: counted(mesh.world, *case) for case in COUNTED}
         found["evaluated"] = evaluated(mesh.world)
         found["resumed"] = resumed(axes, Path(folder, "resumed"))
+        found["language"] = {
+            (axis, name, is_fused, stage): language(axes[axis], name, stage, is_fused=is_fused)
+            for axis, name, is_fused in LANGUAGE
+            for stage in (2, 3)
+        }
         found["codes alone"] = codes_alone(mesh.world)
         found["refusals"] = refusals(mesh.world)
     torch.save(found, f"{folder}/{rank}.pt")
@@ -279,6 +354,19 @@ def test_codes_and_residuals_of_blocks_are_shared_evenly(results: list[Result]) 
     ranks = [result[MEASURED]["memory_bytes"] for result in results]
     assert [rank["weights"] for rank in ranks] == [NUM_DIVIDED // 4 + 7] * 4
     assert [rank["master_weights"] for rank in ranks] == [NUM_DIVIDED // 4] * 4
+
+
+@pytest.mark.parametrize(("axis", "name", "is_fused"), LANGUAGE)
+def test_embedding_and_head_are_divided_and_train_to_the_bits_of_stage_2(
+    results: list[Result], axis: str, name: str, is_fused: bool
+) -> None:
+    """Both stages add each micro-batch's means up at their owners."""
+    found = [result["language"] for result in (results[::2] if axis == "data" else results)]
+    whole, divided = ([each[axis, name, is_fused, stage] for each in found] for stage in (2, 3))
+    assert [each["losses"] for each in divided] == [each["losses"] for each in whole]
+    assert {str(each["state"]) for each in divided + whole} == {str(whole[0]["state"])}
+    assert [each["is tied"] for each in divided] == [name != "llama"] * len(divided), "a state dict has a tied weight once"
+    assert all(max(each["held"]) == 4 < min(whole[0]["held"]) for each in divided), "one element of a released weight"
 
 
 def test_a_block_is_whole_only_while_it_computes(results: list[Result]) -> None:
@@ -357,9 +445,26 @@ def test_what_cannot_work_is_refused_with_what_to_do(results: list[Result]) -> N
 def test_what_blocks_share_and_what_is_frozen_stays_whole() -> None:
     model = DeepNet()
     model.blocks[0].up.weight.requires_grad_(False)
-    divided = parameters_of_blocks(model, list(model.blocks))
+    homes = divide_model(model, list(model.blocks), ()).homes
     names = {parameter: name for name, parameter in model.named_parameters()}
-    whole = {name for parameter, name in names.items() if parameter not in divided}
+    whole = {name for parameter, name in names.items() if parameter not in homes}
     assert whole == {"first.weight", "first.bias", "head.bias", "shift", "blocks.1.down.weight", "blocks.0.up.weight"}
-    assert {divided[parameter] for parameter in model.blocks[2].parameters() if parameter in divided} == {2}
-    assert parameters_of_blocks(nn.Sequential(Net()), []) == {}
+    assert {homes[parameter] for parameter in model.blocks[2].parameters() if parameter in homes} == {2}
+    assert divide_model(nn.Sequential(Net()), [], ()).homes == {}
+
+
+def test_an_end_is_divided_unless_it_is_frozen_or_another_layer_has_its_weight() -> None:
+    def divided_ends(model: nn.Module) -> list[str]:
+        names = {module: name for name, module in model.named_modules()}
+        found = divide_model(model, repeated_blocks(model), vocabulary_layers(model))
+        return [names[end] for end in found.ends]
+
+    tied, untied = network("gpt"), network("llama")
+    assert divided_ends(tied) == divided_ends(untied) == ["token_embedding", "head"]
+    untied.head.weight.requires_grad_(False)
+    assert divided_ends(untied) == ["token_embedding"]
+    tied.third = nn.Embedding(256, 32)
+    tied.third.weight = tied.token_embedding.weight
+    assert divided_ends(tied) == []
+    assert divided_ends(network("qwen3").network) == ["model.embed_tokens", "lm_head"], "as it is without our wrapper"
+    assert divided_ends(DeepNet()) == [], "nobody knows which of its layers these are"
