@@ -1,4 +1,4 @@
-"""What NCCL takes, by communicator."""
+"""NCCL's memory is counted by communicator, and its channels as the published case shows."""
 
 from typing import Any
 

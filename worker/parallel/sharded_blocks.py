@@ -65,7 +65,7 @@ class ShardedBlocks:
         self.parameters = frozenset(parameter for block in self.order for parameter in block.parameters)
         self._moved: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
         self._whole: ShardedBlock | None = None
-        """What stays whole after its forward pass, or computes its backward pass."""
+        """The block that stays whole after its forward pass, or that computes its backward pass."""
         self._is_in_backward = False
 
     def start_next(self, block: "ShardedBlock", step: int) -> None:
