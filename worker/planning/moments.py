@@ -88,9 +88,9 @@ def depth_of(spec: JobSpec, pipeline_rank: int = 0) -> int | None:
 
 
 def counts(spec: JobSpec) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the traced numbers of a rank's blocks, and of sequences. At ZeRO 3 the first blocks differ from the rest."""
+    """Return the traced numbers of a rank's blocks, and of sequences. At ZeRO 3 the blocks at both ends differ from others."""
     size, runs = spec.batch.micro_batch_size, spec.layout.stages_per_rank
-    return ((3, 4) if spec.parallelism.zero_stage == 3 else (2 * runs, 3 * runs)), (size, 2 * size)
+    return ((4, 5) if spec.parallelism.zero_stage == 3 else (2 * runs, 3 * runs)), (size, 2 * size)
 
 
 def extrapolate(traces: Sequence[Sequence[Trace]], blocks: tuple[int, int], depth: int) -> Moments:
