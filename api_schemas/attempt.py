@@ -49,8 +49,9 @@ class Event(Contract):
     message: str
     data: dict[str, JsonScalar]
     actor: str | None = Field(
+        default=None,
         description="who caused it: a caller by the name and id of its key, `rank N` for what a rank says, `octet` for the "
-        "service itself; null in an event of an older version"
+        "service itself; null in an event of an older version",
     )
 
 

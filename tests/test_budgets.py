@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("api_schemas", "service", "worker", "client", "octet", "benchmarks", "deploy")
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 100
-LONG_FUNCTIONS = {"worker/parallel/parallelize.py: parallelize": 72}
+LONG_FUNCTIONS = {"worker/parallel/parallelize.py: parallelize": 71}
 """The functions that are longer. The list may only shrink, and no function may have more than 80 lines."""
 MAX_DOCSTRING_LINES = 15
 LOOP = "worker/train/loop.py"

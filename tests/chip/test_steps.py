@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from octet.api_schemas import JobSpec
@@ -211,7 +213,10 @@ class AloneWithItself(Axis):
 @pytest.mark.parametrize("has_all", [True, False])
 def test_an_exchange_of_gradients_copies_nothing_from_the_host(has_all: bool) -> None:
     """Its hooks run in the backward pass. Without a gradient of its own a rank reads, at the end, if another one has some."""
-    with chip_of() as chip:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        chip = stack.enter_context(chip_of())
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to(GPU)
         buckets = GradientBuckets(model, AloneWithItself("data", 2, 0, GPU), max_elements=40)
         loss = (model if has_all else model[0])(torch.ones(2, 4, device=GPU)).sum()

@@ -70,7 +70,7 @@ def parallelize(
     all. They read the same samples, whole; logits and `loss` are of this rank's tokens, which `Parallel.own_tokens` returns of
     targets. Ranks lie in the order data, context, tensor, the last next to each other, as those of
     `init_device_mesh(…, mesh_dim_names=("dp", "cp", "tp"))`.
-    expert: this many ranks each hold some experts of every mixture (`expert.py`), as state dicts then do. zero_stage: 0 or 1.
+    expert: this many ranks each hold some experts of every mixture, as state dicts then do. zero_stage: 0 or 1.
     pipeline: this many ranks hold consecutive blocks of the model; it is the slowest axis of the mesh. `Parallel.step(inputs,
     targets, loss_fn)` then runs all passes of a batch, the same one on all ranks but those of `Parallel.data`, in
     micro_batches of one size (as torch's `n_microbatches`), and returns the loss on the last stage. The model is a gpt or
@@ -83,9 +83,7 @@ def parallelize(
     sharded, at stage 3 for a model without such blocks, for a model that a degree cannot divide, and for degrees that do not
     go together.
     """
-    if wide_communication not in WIDE_DTYPES:
-        allowed = ", ".join(WIDE_DTYPES)
-        raise ValueError(f"wide_communication is {wide_communication!r}; allowed: {allowed}. Use one of these.")
+    _check_wide(wide_communication)
     _require_group()
     given = _with_defaults(options, zero_stage)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -106,6 +104,12 @@ def parallelize(
     if not is_filled:
         fill_now(parallel)
     return parallel
+
+
+def _check_wide(wide_communication: str) -> None:
+    if wide_communication not in WIDE_DTYPES:
+        allowed = ", ".join(WIDE_DTYPES)
+        raise ValueError(f"wide_communication is {wide_communication!r}; allowed: {allowed}. Use one of these.")
 
 
 def _require_group() -> None:

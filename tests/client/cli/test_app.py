@@ -173,7 +173,7 @@ def test_a_database_is_copied_and_restored_into_an_empty_folder(tmp_path: Path) 
     database = Database(f"sqlite:///{data}/octet.db")
     database.migrate()
     with database.write() as session:
-        session.execute(text("INSERT INTO pool_capacities VALUES ('cpu', 2, '2026-01-01 00:00:00')"))
+        session.execute(text("INSERT INTO pool_capacities (pool, slots_present, observed_at) VALUES ('cpu', 2, '2026-01-01')"))
     database.close()
     shown = octet("backup", str(copy), "--data-dir", str(data))
     assert shown.exit_code == 0, shown.stderr
