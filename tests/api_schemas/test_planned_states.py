@@ -341,7 +341,7 @@ def test_ranks_gather_the_matrices_of_muon(tmp_path: Path) -> None:
     run_ranks(counted, (free_port(), str(tmp_path), documents), 2)
     found = json.loads((tmp_path / "0.json").read_text())
     for stage in stages:
-        (held, sent), (_, sent_by_adamw) = (found[f"{name} {stage}"] for name in names)
+        (held, sent, _), (_, sent_by_adamw, _) = (found[f"{name} {stage}"] for name in names)
         muon, adamw = (planned(specs[f"{name} {stage}"]) for name in names)
         assert muon.held == held
         gathered = {dtype: num_bytes - sent_by_adamw["gather"].get(dtype, 0) for dtype, num_bytes in sent["gather"].items()}
