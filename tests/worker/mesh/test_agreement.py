@@ -160,6 +160,7 @@ def test_the_rank_that_holds_the_store_is_named_when_it_is_killed(tmp_path: Path
     assert message.startswith("rank 0 of 4 ended without a word")
 
 
+@pytest.mark.system
 def test_a_rank_in_an_endless_loop_is_found_by_the_timeout_with_its_stack(tmp_path: Path) -> None:
     reason, message = tell(loop_forever, tmp_path, lost=(1,))
     assert reason == FailureReason.STALLED

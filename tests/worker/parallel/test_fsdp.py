@@ -29,6 +29,8 @@ from tests.kit.gathers import counted_gathers
 from tests.kit.ports import free_port
 from tests.kit.ranks import refusal_of, run_ranks
 
+pytestmark = pytest.mark.system
+
 OF_CODES = ("O1", "O2", "O3", "O3-split")
 NUM_STEPS, ROWS, HIDDEN, WIDTH = 3, 33, 160, 128
 """Blocks of 128 elements of a state do not cross the cuts by rows. No number of ranks here divides ROWS."""

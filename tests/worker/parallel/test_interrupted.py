@@ -16,6 +16,8 @@ from tests.golden.record import digest
 from tests.kit.ports import free_port
 from tests.kit.ranks import run_ranks, saved_by_ranks
 
+pytestmark = pytest.mark.system
+
 STAGES = (0, 1, 2, 3)
 CASES = [
     pytest.param(stage, level, accumulates, marks=() if accumulates == (stage in (0, 3)) else pytest.mark.matrix)

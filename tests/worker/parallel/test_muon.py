@@ -34,6 +34,8 @@ from tests.worker.parallel.reference import (
     step_on_ranks,
 )
 
+pytestmark = pytest.mark.system
+
 CASES = [("fp32", 0), ("fp32", 1), ("te", 1), ("O2", 1), ("O3", 1), ("O3-split-8bit", 2), ("O2", 3), ("O3-split", 3)]
 """A level and a stage: each way of holding a weight and a momentum in shares, and stages 0 to 3."""
 

@@ -28,7 +28,7 @@ from tests.worker.parallel.job_runs import checkpoint_ref
 from tests.worker.parallel.pair_runs import NUM_RANKS, NUM_WORLDS, PAIRS, Pair, work
 from tests.worker.parallel.tensor_runs import LOSS_TOLERANCE, MICRO_BATCHES, Result, batch_of, make, make_network
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.system]
 FindPair = Callable[[str], list[Result]]
 
 

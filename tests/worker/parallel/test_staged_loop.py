@@ -28,6 +28,8 @@ from tests.worker.parallel.staged_loop_runs import (
 )
 from tests.worker.parallel.tensor_runs import LOSS_TOLERANCE, NORM_TOLERANCE
 
+pytestmark = pytest.mark.system
+
 FAST: list[Case] = [
     ("llama", "O3-split", "interleaved"),
     ("gpt", "O2", "1f1b"),
