@@ -87,7 +87,7 @@ def trace(
     rank = spec.layout.group("pipeline", 0)[pipeline_rank]
     # Collectives in hooks abort on autograd's own threads.
     on_one_thread = torch.autograd.set_multithreading_enabled(False)
-    with one_of(spec.resources.workers, rank), fake_gpu() as device, with_fake_values(), on_one_thread:
+    with one_of(spec.resources.workers, rank, register().type), fake_gpu() as device, with_fake_values(), on_one_thread:
         live = Curve(_num_words(spec, config))
         with live:
             whole = None if num_blocks is None else num_blocks * spec.layout.pipeline
@@ -235,13 +235,12 @@ def with_fake_values() -> Iterator[None]:
 
 
 @contextmanager
-def one_of(num_ranks: int, rank: int = 0) -> Iterator[None]:
-    """Make a process group in which only one rank exists, for tensors on the fake device too."""
+def one_of(num_ranks: int, rank: int = 0, device_type: str = "cpu") -> Iterator[None]:
+    """Make a process group in which only one rank exists, for tensors on the CPU and on a device of type `device_type`."""
     if num_ranks == 1:
         yield
         return
-    register()  # the backend is for its type
-    backend = f"cpu:fake,{DEVICE_TYPE}:fake"
+    backend = ",".join(f"{each}:fake" for each in dict.fromkeys(("cpu", device_type)))
     dist.init_process_group(backend, rank=rank, world_size=num_ranks, store=FakeStore())
     try:
         yield
