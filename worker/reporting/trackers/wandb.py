@@ -19,6 +19,7 @@ class WandbRun:
         # Imported here: it takes seconds, and only jobs with this tracker need it.
         import wandb
 
+        self._wandb = wandb
         folder = run.folder / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         # W&B drops rows of steps before its last, and offline it does not know what earlier attempts sent.
@@ -56,6 +57,8 @@ class WandbRun:
             if ended.message:
                 self._run.summary["octet/message"] = ended.message
         self._run.finish(exit_code=1 if ended is not None and ended.outcome == "failed" else 0)
+        # W&B's own process writes the last rows after that. It is waited for here: ranks end without `atexit`.
+        self._wandb.teardown()
 
 
 def _replace(path: Path, text: str) -> None:

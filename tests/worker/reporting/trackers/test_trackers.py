@@ -66,6 +66,13 @@ def test_tensorboard_shows_a_job_and_its_second_attempt_as_one_run(spec_document
     assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a tracker however busy the machine is: what these packages import takes seconds."""
+    monkeypatch.setattr(feed, "CLOSE_S", 600.0)
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.system
 def test_mlflow_keeps_one_run_for_all_attempts(spec_document: dict[str, Any], tmp_path: Path) -> None:
     trackers, labels = {"mlflow": {}}, {"comparison": "cmp_1", "arm": "O2"}
@@ -104,6 +111,7 @@ def wandb_history(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.system
 def test_wandb_writes_one_run_for_all_attempts(spec_document: dict[str, Any], tmp_path: Path) -> None:
     trackers, labels = {"wandb": {}}, {"comparison": "cmp_1"}
