@@ -41,6 +41,7 @@ _NO_SERVICE = ["fastapi", "sqlalchemy"]
 _NOT_IN_A_SERVER = ["numpy", "pandas", "pyarrow", "alembic"]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "imports",
     [
@@ -66,6 +67,7 @@ def test_importing_loads_no_stranger(imports: dict[str, list[str]]) -> None:
     assert strangers_after(imports) == {}
 
 
+@pytest.mark.system
 def test_a_rank_that_trains_loads_no_compiler(spec_document: dict[str, object], tmp_path: Path) -> None:
     """torch loads it for an optimizer, and DTensor for a gradient of ours: together as long as all the rest of a start."""
     (tmp_path / "job.json").write_text(json.dumps(spec_document | {"precision": {"level": "O2"}}))

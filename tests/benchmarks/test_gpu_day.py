@@ -208,6 +208,7 @@ def test_a_step_that_hangs_is_ended_and_leaves_the_others_their_time(
     assert scripts.document.count("| by its time limit |") == 2
 
 
+@pytest.mark.system
 def test_a_machine_without_a_gpu_is_refused_with_the_reason(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.day", "--out", str(tmp_path), "--into", str(tmp_path)]
     done = subprocess.run(

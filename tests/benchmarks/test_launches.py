@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def found_by(program: str) -> Any:
     """Run an expression over the names of `benchmarks.gpu.launches` and return its value through JSON."""
-    # It ends at once: an interpreter that is taken down with torch's threads sometimes ends in an abort (see worker/__main__.py).
+    # It ends at once: an interpreter taken down with torch's threads sometimes ends in an abort (worker/__main__.py).
     lines = f"import json, os\nfrom benchmarks.gpu.launches import *\nprint(json.dumps({program}), flush=True)\nos._exit(0)"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", lines]

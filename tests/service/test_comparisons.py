@@ -133,6 +133,7 @@ def test_children_are_ordinary_jobs_and_a_few_at_a_time(client: TestClient, worl
     assert by_seed["noise", "1"] == by_seed["fp32", "1"] | {"start_change": 1e-3}
 
 
+@pytest.mark.system
 @ON_SQLITE
 @pytest.mark.parametrize("seed", range(3))
 def test_the_report_is_the_same_whatever_is_killed(

@@ -319,6 +319,7 @@ def test_bodies_that_stay_incomplete_give_way_to_others(serve: Serve, monkeypatc
         assert status(port) == 200
 
 
+@pytest.mark.system
 def test_pipelined_requests_are_parsed_one_at_a_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bodies that hold ends of heads, in one piece and in chunks, are among them. Every answer comes, in order."""
     begun, let_go, parsed = threading.Event(), threading.Event(), []

@@ -64,6 +64,7 @@ def test_a_curve_without_steps_is_empty(client: TestClient, world: World) -> Non
     assert (shown["step"], shown["last_step"], shown["has_more"]) == ([], None, False)
 
 
+@pytest.mark.system
 @ON_SQLITE
 def test_100_000_steps_with_a_spike_take_150_kb(client: TestClient, world: World) -> None:
     job_id, draw = world.submit(), random.Random(1)

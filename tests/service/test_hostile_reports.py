@@ -84,6 +84,7 @@ CASES = [
 ]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("bodies", "database_url"), CASES, indirect=["database_url"])
 def test_all_can_be_read_whatever_a_rank_reports(client: TestClient, world: World, bodies: list[str]) -> None:
     job_id, rank = world.start()
@@ -93,6 +94,7 @@ def test_all_can_be_read_whatever_a_rank_reports(client: TestClient, world: Worl
     assert_all_is_read(client, job_id)
 
 
+@pytest.mark.system
 @ON_SQLITE
 @pytest.mark.parametrize("at", ["9999-12-31T23:59:59.999999Z", "0001-01-01T00:00:00Z", "1969-12-31T23:59:59Z"])
 def test_moments_far_away_can_be_read(client: TestClient, world: World, at: str) -> None:

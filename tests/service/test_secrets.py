@@ -22,6 +22,7 @@ PASSWORD = "canary-of-the-database-password"
 WRONG_KEY = "canary-of-a-key-with-a-typing-error"
 
 
+@pytest.mark.system
 @ON_SQLITE
 def test_no_answer_event_log_or_metric_has_a_key_or_a_token(
     world: World, tmp_path: Path, openapi_document: dict[str, Any], caplog: pytest.LogCaptureFixture

@@ -242,6 +242,7 @@ class TestAugmentation:
         assert AugmentationSpec.model_validate(spec.model_dump(mode="json")) == spec
 
 
+@pytest.mark.system
 def test_a_job_learns_from_a_folder(folder: Path, tmp_path: Path, spec_document: dict[str, Any]) -> None:
     model = {"preset": "deit-tiny", "num_layers": 2, "hidden_size": 32, "num_heads": 2, "image_size": 16, "num_classes": 3}
     data = {"source": "images", "path": str(folder), "augmentation": {"preset": "deit", "erase": 0.0}}

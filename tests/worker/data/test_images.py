@@ -117,6 +117,7 @@ DEIT = {"preset": "deit-tiny", "num_layers": 2, "hidden_size": 32, "num_heads": 
 SWIN = {"preset": "swin-tiny", "image_size": 16, "patch_size": 2, "num_classes": 4, "depths": [1, 1]}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("model", [pytest.param(DEIT, id="deit"), pytest.param(SWIN, id="swin", marks=pytest.mark.matrix)])
 def test_a_classifier_learns_and_resumes_bit_identically(
     tmp_path: Path, path: Path, spec_document: dict[str, Any], model: dict[str, Any]

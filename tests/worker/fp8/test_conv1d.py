@@ -129,6 +129,7 @@ def in_fp32() -> list[float]:
     return train("fp32")[1]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "level", ["O2", "O3-split", "bf16-amp", *(pytest.param(level, marks=pytest.mark.matrix) for level in ("O1", "te"))]
 )

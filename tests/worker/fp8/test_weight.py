@@ -451,6 +451,7 @@ assert float(weight.mean()) == 2.0
 """
 
 
+@pytest.mark.system
 def test_shared_memory_is_written_by_another_process() -> None:
     """In a process of its own, which a fault would end."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", SHARED], check=True, timeout=300)

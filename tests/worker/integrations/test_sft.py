@@ -63,6 +63,7 @@ def cases() -> list[Any]:
     return [(sft, "O2"), *(pytest.param(*case, marks=pytest.mark.matrix) for case in in_matrix)]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("make", "level"), cases())
 def test_it_trains_and_resumes_bit_for_bit(make: Callable[[Path, int], Any], level: str, tmp_path: Path) -> None:
     whole = trainer(make, tmp_path, level)

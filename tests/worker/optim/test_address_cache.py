@@ -161,8 +161,11 @@ def decay(trained: Trained) -> None:
 @pytest.mark.parametrize(
     ("level", "change"),
     [
-        *(("O2", change) for change in STALE),
-        *(pytest.param("O3-split", change, marks=[pytest.mark.matrix] * (change is not cast)) for change in STALE),
+        *(pytest.param("O2", change, marks=[pytest.mark.system] * (change not in (scale, cast))) for change in STALE),
+        *(
+            pytest.param("O3-split", change, marks=[pytest.mark.matrix if change is not cast else pytest.mark.system])
+            for change in STALE
+        ),
     ],
 )
 def test_what_is_replaced_between_steps_is_stepped(level: str, change: Change) -> None:

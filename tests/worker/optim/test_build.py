@@ -35,6 +35,7 @@ def test_a_stored_spec_is_read_again() -> None:
     assert OptimizerSpec.model_validate(spec.model_dump(mode="json")) == spec
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("level", ["fp32", "O2", "O3-split-8bit"])
 def test_a_job_with_lion(spec_document: dict[str, Any], level: str, tmp_path: Path) -> None:
     document = spec_document | {"precision": {"level": level}}

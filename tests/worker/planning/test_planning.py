@@ -235,6 +235,7 @@ def test_a_child_that_is_killed_is_the_reason_for_one_job_alone() -> None:
     assert traced_job.peak is not None
 
 
+@pytest.mark.system
 @pytest.mark.slow
 def test_children_end_with_the_process_and_keep_no_reader_waiting() -> None:
     """The children are stopped, as by a trace that hangs: only a kill ends them."""
