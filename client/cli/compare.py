@@ -28,7 +28,7 @@ from octet.client.cli.options import (
     find_job,
     varied,
 )
-from octet.client.errors import SpecRefused
+from octet.client.errors import ConnectionFailed, SpecRefused
 from octet.client.job_file import apply_settings, load_job_file
 from octet.client.render import comparison_details, comparisons_table
 from octet.client.report_page import as_page
@@ -149,6 +149,9 @@ def _follow(client: Client, comparison_id: str, terminal: Terminal, as_json: boo
     except KeyboardInterrupt:
         terminal.complain(f"Detached: the comparison goes on. Follow it with: octet compare {comparison_id}")
         raise typer.Exit(INTERRUPTED) from None
+    except ConnectionFailed:
+        terminal.complain(f"The comparison may go on. Follow it again with: octet compare {comparison_id}")
+        raise
     terminal.show_json(found) if as_json else terminal.show(comparison_details(found.report, found.report.left_out))
     if not as_json and found.state.is_terminal:
         why = f": {found.message}" if found.message != found.report.not_calm else ""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,14 @@ def test_a_comparison_is_submitted_paused_resumed_shown_and_cancelled(octet: Oct
     assert octet("delete", comparison_id, "--yes").stdout == f"{comparison_id} is deleted.\n"
     assert octet("compare", comparison_id).exit_code != 0
     assert json.loads(octet("compare", "--json").stdout) == []
+
+
+def test_whoever_loses_the_server_is_told_how_to_follow_again(octet: Octet) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"http://127.0.0.1:{server.getsockname()[1]}"
+    lost = octet("compare", (gone := "cmp_" + 26 * "0"), "--detach", "--url", closed)
+    assert lost.exit_code == 4
+    assert f"octet compare {gone}" in " ".join(lost.stderr.split())
 
 
 def test_defaults_follow_from_what_an_arm_changes(app: OctetApp, octet: Octet, job_file: str) -> None:
