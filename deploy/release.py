@@ -76,9 +76,10 @@ def release(tag: str, out: Path, environments: Sequence[str], images: Sequence[s
         run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
         run(sys.executable, "-m", "deploy.helm.render", "--package", out, "--chart", source / "deploy/helm/octet")
         (wheel,) = out.glob("*.whl")
+        lister = make_lister(Path(folder) / "lister")
         for extras in environments:
             name = "-".join([NAME, version, *filter(None, extras.split(",")), "sbom.json"])
-            write_sbom(wheel, extras, out / name, Path(folder) / f"environment-{extras}")
+            write_sbom(lister, wheel, extras, out / name, Path(folder) / f"environment-{extras}")
         context = out / f"{NAME}-{version}-image-context.tar.gz"
         run("git", "-C", ROOT, "archive", "--format=tar.gz", "--output", context, "HEAD", *OF_IMAGES)
         if images:
@@ -118,17 +119,31 @@ def section(changelog: str, title: str) -> str:
     return found[1].strip() + "\n"
 
 
-def write_sbom(wheel: Path, extras: str, path: Path, folder: Path) -> None:
+def make_lister(folder: Path) -> Path:
+    """Install CycloneDX into an environment of its own, and return its command.
+
+    In .venv each process that imports Ray would wait a second more: Ray loads jsonschema, and that whatever it finds for its
+    formats, of which CycloneDX brings all.
+    """
+    install(folder, "cyclonedx-bom")
+    return folder / "bin/cyclonedx-py"
+
+
+def write_sbom(lister: Path, wheel: Path, extras: str, path: Path, folder: Path) -> None:
     """Install the wheel into a new environment, start its command, and list what is there."""
-    venv.create(folder, with_pip=True)
-    python = folder / "bin/python"
-    requirement = f"{wheel}[{extras}]" if extras else str(wheel)
-    constraints = ("--constraint", ROOT / "constraints.txt")
-    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *constraints, requirement)
+    python = install(folder, f"{wheel}[{extras}]" if extras else str(wheel))
     run(folder / "bin/octet", "--version")
     run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "pip", "setuptools")
-    command = [sys.executable, "-m", "cyclonedx_py", "environment", "--output-reproducible", "--validate"]
-    run(*command, "--output-file", path, python)
+    run(lister, "environment", "--output-reproducible", "--validate", "--output-file", path, python)
+
+
+def install(folder: Path, requirement: str) -> Path:
+    """Install a requirement with the pinned versions into a new environment, and return its Python."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin/python"
+    options = ("--quiet", "--disable-pip-version-check", "--constraint", ROOT / "constraints.txt")
+    run(python, "-m", "pip", "install", *options, requirement)
+    return python
 
 
 def export(folder: Path) -> None:
