@@ -122,8 +122,8 @@ def section(changelog: str, title: str) -> str:
 def make_lister(folder: Path) -> Path:
     """Install CycloneDX into an environment of its own, and return its command.
 
-    In .venv each process that imports Ray would wait a second more: Ray loads jsonschema, which loads the checkers of formats that
-    it finds, and CycloneDX brings all of them.
+    In .venv each process that imports Ray would wait a second more: Ray loads jsonschema, which loads the checkers of formats
+    that it finds, and CycloneDX brings all of them.
     """
     install(folder, "cyclonedx-bom")
     return folder / "bin/cyclonedx-py"
