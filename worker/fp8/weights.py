@@ -90,14 +90,19 @@ def decode_values(codes: Tensor, dequant_scale: Tensor, residual: Tensor | None,
     Apart from the result this takes the memory of temporaries of PIECE_ELEMENTS elements. A kernel
     that decodes the whole at once is faster on a GPU.
     """
+    held = (codes,) if residual is None else (codes, residual)
+    if codes.numel() <= PIECE_ELEMENTS:
+        return _decode_piece(*(tensor.contiguous() for tensor in held), dequant_scale=dequant_scale, dtype=dtype)
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    if residual is None:
-        for place, piece in in_pieces(values, codes):
-            place.copy_(kernels.dequantize(piece, dequant_scale, dtype))
-        return values
-    for place, piece, refinement in in_pieces(values, codes, residual):
-        place.copy_(kernels.split_dequantize(piece, refinement, dequant_scale, dtype))
+    for place, *piece in in_pieces(values, *held):
+        place.copy_(_decode_piece(*piece, dequant_scale=dequant_scale, dtype=dtype))
     return values
+
+
+def _decode_piece(codes: Tensor, residual: Tensor | None = None, *, dequant_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    if residual is None:
+        return kernels.dequantize(codes, dequant_scale, dtype)
+    return kernels.split_dequantize(codes, residual, dequant_scale, dtype)
 
 
 def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
