@@ -164,6 +164,11 @@ class TrainingSpec(Contract):
         default=15.0, ge=0.0, description="longest time without a checkpoint, whatever checkpoint_every says; 0: no limit"
     )
     keep: KeepSpec = KeepSpec()
+    on_divergence: Literal["stop", "continue"] = Field(
+        default="stop",
+        description="what a loss does that stays infinite or NaN, or far above the first one; stop: it ends the job, whose "
+        "newest checkpoint is from before it; continue: an event warns of it",
+    )
     compile: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="compile each repeated block of the model, for static shapes; auto: on CUDA, and not with "

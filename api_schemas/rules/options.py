@@ -161,6 +161,16 @@ MEMORY = (
     ),
 )
 
+DIVERGENCE = Rule(
+    "precision.ladder",
+    when=(equals("training.on_divergence", "continue"),),
+    must=equals("precision.ladder", ()),
+    got="training.on_divergence continue",
+    allowed="a ladder with on_divergence stop",
+    why="a job goes on at the next level once its loss would stop it",
+    change="Remove training.on_divergence or precision.ladder.",
+)
+
 LOOP_ONLY = Table(
     Rule(
         "precision.torchao.fsdp_float8_all_gather",

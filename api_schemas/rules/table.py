@@ -11,7 +11,7 @@ from octet.api_schemas.base import SpecConflict
 from octet.api_schemas.inputs import ImageInput, TokenInput
 from octet.api_schemas.rules.data import MODEL_AND_DATA, SCHEDULE, TARGETS, TOKENIZER
 from octet.api_schemas.rules.exports import EXPORT
-from octet.api_schemas.rules.options import ADAPTER, CUDA_GRAPHS, LOOP_ONLY, MEMORY, MOVING_AVERAGE
+from octet.api_schemas.rules.options import ADAPTER, CUDA_GRAPHS, DIVERGENCE, LOOP_ONLY, MEMORY, MOVING_AVERAGE
 from octet.api_schemas.rules.parallelism import (
     BATCHES,
     COMPILING,
@@ -24,7 +24,7 @@ from octet.api_schemas.rules.rule import Facts, Rule, Table
 
 SECTIONS: Mapping[str, tuple[Rule, ...]] = {
     "Model and data": (*TOKENIZER, *MODEL_AND_DATA, *TARGETS),
-    "Length and schedule": SCHEDULE.rules,
+    "Length and schedule": (*SCHEDULE, DIVERGENCE),
     **STRATEGIES,
     "Compiled blocks": COMPILING,
     "Batches": BATCHES,

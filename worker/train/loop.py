@@ -126,7 +126,6 @@ class Trainer:
         ):
             self._start(checkpoints)
             evaluation = self._take_steps()
-            self.progress.check_end(evaluation["loss"])
             self.writer.finish()
             if self.exporter is not None:
                 self.exporter.finish(self.progress.step, self.progress.best_saved_step)
@@ -173,7 +172,8 @@ class Trainer:
                 self._report(self.log.flush())
                 with self.metrics.timed("evaluation"):
                     evaluation = self.evaluate()
-            if self._is_due(self.config.checkpoint_every) or self.is_save_due:
+            self.is_save_due |= self._is_due(self.config.checkpoint_every)
+            if self.is_save_due and self._is_worth_saving():
                 with self.metrics.timed("checkpoint"):
                     self.save()
             if self.stop is not None and self.progress.step < self.num_steps:
@@ -240,6 +240,8 @@ class Trainer:
         measured, tokens = {name: train_reports.finite(value) for name, value in means.items()}, int(num_targets)
         self._tell(EvaluationReport(step=self.progress.step, loss=measured.pop("loss"), tokens=tokens, metrics=measured))
         self.progress.evaluated = means | {"step": self.progress.step}
+        if self.progress.step == self.num_steps:
+            self.progress.check_end(means["loss"], stops=self._stops)
         return means
 
     def save(self) -> None:
@@ -249,7 +251,8 @@ class Trainer:
         """
         self._report(self.log.read_saved())
         self.progress.note_saved()
-        progress = SavedProgress(self.progress, self.step_times, self.log.begin_save(), self.num_steps)
+        unread = self.log.begin_save()
+        progress = SavedProgress(self.progress, self.step_times, unread, self.num_steps, stops=self._stops)
         state = state_of_run(self.job, self.config, self.mesh, progress)
         self.writer.start(self.progress.step, state, DeferredValue(progress.last_loss))
         self.is_save_due, self.saved_step, self.saved_at = False, self.progress.step, time.monotonic()
@@ -259,6 +262,14 @@ class Trainer:
         self._tell(checkpoint)
         if self.exporter is not None:
             self.exporter.add_all([checkpoint.step])
+
+    @property
+    def _stops(self) -> bool:
+        return self.config.training.on_divergence == "stop"
+
+    def _is_worth_saving(self) -> bool:
+        """Return False while the loss is off and may stop the run, whose newest checkpoint is then from before it."""
+        return not self._stops or self.progress.is_sound or self.progress.step == self.num_steps
 
     def _is_time_to_save(self) -> bool:
         minutes = self.config.training.checkpoint_every_minutes
@@ -285,8 +296,9 @@ class Trainer:
             self.progress.train_time_s += step.step_time_s
             self.step_times.add(step.step_time_s)
             self._tell(train_reports.step_report(step, self.config.tokens_per_step), at=step.at)
-            if warning := self.progress.note_loss(step.step, step.loss, self.num_steps):
-                self._tell(EventReport(type="training.diverging", message=warning, data={"loss": step.loss}))
+            if warning := self.progress.note_loss(step.step, step.loss, self.num_steps, stops=self._stops):
+                loss = train_reports.finite(step.loss)
+                self._tell(EventReport(type="training.diverging", message=warning, data={"loss": loss}))
         if self.job.health is not None:
             train_reports.check_limits(self.config.precision, self.mesh, self.job)
         if straggler := self.mesh.new_straggler():

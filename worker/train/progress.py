@@ -15,6 +15,7 @@ DIVERGED_FACTOR = 2.0
 """A step diverges if its loss exceeds the first loss by this factor: the model is far worse than its initial values."""
 WARN_AFTER_STEPS = 10
 STOP_AFTER_STEPS = 100
+_ADVICE = "Lower training.optimizer.learning_rate or lengthen training.schedule.warmup_steps."
 _MIN_LOSSES_KEPT = 10
 _STEP_TIMES_KEPT = 1000
 
@@ -92,28 +93,29 @@ class Progress:
         other.recent_losses = self.recent_losses.copy()
         return other
 
-    def note_loss(self, step: int, loss: float, num_steps: int) -> str | None:
+    def note_loss(self, step: int, loss: float, num_steps: int, *, stops: bool = True) -> str | None:
         """Take the loss of one step of `num_steps`, in order. Returns a warning when one is due, else None.
 
         The run may be at a later step already: losses are read when the device has computed them.
 
-        Raises NonFiniteLoss after 10 non-finite losses in a row, and Diverged after 100 losses in a row far above the first.
+        Raises NonFiniteLoss after 10 non-finite losses in a row, and Diverged after 100 losses in a row far above the first,
+        unless `stops` is False.
         """
         if not math.isfinite(loss):
             self.num_non_finite += 1
-            if self.num_non_finite >= MAX_NON_FINITE_STEPS:
-                raise NonFiniteLoss(
-                    f"the loss was not finite for {MAX_NON_FINITE_STEPS} steps in a row, up to step {step}. "
-                    "Lower training.optimizer.learning_rate or lengthen training.schedule.warmup_steps."
-                )
-            return None
+            if self.num_non_finite < MAX_NON_FINITE_STEPS:
+                return None
+            message = f"the loss was not finite for {MAX_NON_FINITE_STEPS} steps in a row, up to step {step}. {_ADVICE}"
+            if stops:
+                raise NonFiniteLoss(message)
+            return message if self.num_non_finite == MAX_NON_FINITE_STEPS else None
         self.num_non_finite = 0
         self.recent_losses.append(loss)
         del self.recent_losses[: -max(_MIN_LOSSES_KEPT, num_steps // 10)]
         if self.first_loss is None:
             self.first_loss = loss
         self.num_diverging = self.num_diverging + 1 if self._is_diverging(loss) else 0
-        if self.num_diverging >= STOP_AFTER_STEPS:
+        if stops and self.num_diverging >= STOP_AFTER_STEPS:
             raise Diverged(self._explain(step, loss))
         return self._explain(step, loss) if self.num_diverging == WARN_AFTER_STEPS else None
 
@@ -123,9 +125,15 @@ class Progress:
         if self.evaluated.get("step") == self.step and (loss < self.best_loss if self.best_loss is not None else loss == loss):
             self.best_loss, self.best_saved_step = loss, self.step
 
-    def check_end(self, evaluation_loss: float) -> None:
-        """Raise Diverged if the evaluation loss after the last step is still far above the first training loss."""
-        if self._is_diverging(evaluation_loss):
+    def check_end(self, evaluation_loss: float, *, stops: bool = True) -> None:
+        """Check the evaluation loss after the last step.
+
+        Raises NonFiniteLoss if it is not finite, or no loss was; Diverged if it is still far above the first training loss,
+        unless `stops` is False.
+        """
+        if self.last_loss is None or not math.isfinite(evaluation_loss):
+            raise NonFiniteLoss(f"the loss is not finite at the end, after step {self.step}. {_ADVICE}")
+        if stops and self._is_diverging(evaluation_loss):
             raise Diverged(self._explain(self.step, evaluation_loss))
 
     def _is_diverging(self, loss: float) -> bool:

@@ -24,12 +24,13 @@ from octet.worker.train.progress import Progress, StepTimes
 class SavedProgress:
     """A run's counters and step times after the step of a checkpoint. One thread reads it."""
 
-    def __init__(self, progress: Progress, step_times: StepTimes, unread: UnreadSteps, num_steps: int) -> None:
+    def __init__(self, progress: Progress, step_times: StepTimes, unread: UnreadSteps, num_steps: int, *, stops: bool) -> None:
         """unread: the steps up to the checkpoint's that `progress` and `step_times` lack.
 
-        num_steps: of the run.
+        num_steps: of the run. stops: see `Progress.note_loss`.
         """
-        self._before, self._unread, self._num_steps = (progress.copy(), step_times.copy()), unread, num_steps
+        self._before, self._unread = (progress.copy(), step_times.copy()), unread
+        self._num_steps, self._stops = num_steps, stops
 
     def deferred(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it, by name; the values are read when the checkpoint is
@@ -58,7 +59,7 @@ class SavedProgress:
         for step in self._unread.read():
             progress.train_time_s += step.step_time_s
             step_times.add(step.step_time_s)
-            progress.note_loss(step.step, step.loss, self._num_steps)
+            progress.note_loss(step.step, step.loss, self._num_steps, stops=self._stops)
         return progress, step_times
 
 

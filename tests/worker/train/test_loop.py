@@ -145,15 +145,37 @@ def test_a_loss_that_stays_infinite_ends_the_run(tmp_path: Path, spec_document: 
     assert trainer.progress.step == 10
 
 
-def test_a_job_that_diverges_is_warned_of_and_fails_with_a_reason(tmp_path: Path, spec_document: dict[str, Any]) -> None:
-    document = with_training(spec_document, steps=60, optimizer={"learning_rate": 10.0}, gradient_clip=None)
+DIVERGES = {
+    "steps": 60,
+    "checkpoint_every": 2,
+    "optimizer": {"learning_rate": 10.0},
+    "schedule": {"warmup_steps": 30},
+    "gradient_clip": None,
+}
+
+
+def test_a_job_that_diverges_is_warned_of_and_fails_with_a_reason_and_the_checkpoint_before(
+    tmp_path: Path, spec_document: dict[str, Any]
+) -> None:
     recorder = Recorder()
     with pytest.raises(Diverged, match="learning_rate") as raised:
-        train(document, tmp_path, recorder=recorder)
+        train(with_training(spec_document, **DIVERGES), tmp_path, recorder=recorder)
     (warning,) = recorder.of(EventReport)
     assert warning.type == "training.diverging"
     assert raised.value.reason is FailureReason.DIVERGED
     assert not FailureReason.DIVERGED.retryable
+    losses = recorder.losses()
+    saved = [checkpoint.step for checkpoint in recorder.checkpoints()]
+    sound = [step for step, loss in enumerate(losses, start=1) if loss <= 2 * losses[0]]
+    assert 2 <= saved[0] <= sound[-1] < 50, "no checkpoint is of a step whose loss was off"
+    assert set(saved) <= set(sound)
+
+
+def test_a_job_that_may_diverge_trains_to_its_end_and_saves_all_the_same(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    recorder, summary = train(with_training(spec_document, **DIVERGES, on_divergence="continue"), tmp_path)
+    assert [event.type for event in recorder.of(EventReport)] == ["training.diverging"]
+    assert [checkpoint.step for checkpoint in recorder.checkpoints()] == list(range(60, 0, -2))
+    assert summary.evaluation_loss > 2 * recorder.losses()[0]
 
 
 def test_the_schedule_warms_up_and_ends_at_its_fraction(spec_document: dict[str, Any]) -> None:

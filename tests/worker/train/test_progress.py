@@ -8,11 +8,11 @@ from octet.worker.train.progress import Progress, StepTimes
 NUM_STEPS = 1000
 
 
-def note(progress: Progress, *losses: float) -> list[str]:
+def note(progress: Progress, *losses: float, stops: bool = True) -> list[str]:
     warnings = []
     for loss in losses:
         progress.step += 1
-        warning = progress.note_loss(progress.step, loss, NUM_STEPS)
+        warning = progress.note_loss(progress.step, loss, NUM_STEPS, stops=stops)
         warnings += [warning] if warning else []
     return warnings
 
@@ -53,6 +53,24 @@ def test_ten_non_finite_losses_end_the_run() -> None:
     note(progress, 5.5, *[float("nan")] * 9, 5.5, *[float("inf")] * 9)
     with pytest.raises(NonFiniteLoss, match="10 steps in a row, up to step 21"):
         note(progress, float("nan"))
+
+
+def test_a_run_that_may_diverge_is_warned_and_goes_on_to_an_end_that_is_a_number() -> None:
+    progress = Progress()
+    diverging, not_finite = note(progress, 5.5, *[40.0] * 200, *[float("nan")] * 30, stops=False)
+    assert "40 at step 11" in diverging
+    assert "10 steps in a row, up to step 211" in not_finite
+    progress.check_end(900.0, stops=False)
+    for loss in (float("inf"), float("nan")):
+        with pytest.raises(NonFiniteLoss, match="not finite at the end, after step 231"):
+            progress.check_end(loss, stops=False)
+
+
+def test_a_run_without_a_finite_loss_has_failed() -> None:
+    progress = Progress()
+    note(progress, *[float("nan")] * 9)
+    with pytest.raises(NonFiniteLoss):
+        progress.check_end(4.0)
 
 
 def test_the_time_of_a_step_is_a_mean_that_sees_every_step_but_the_first() -> None:
