@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from octet.api_schemas import ReportBatch, report
+from octet.service.errors import InvalidRequest
 from octet.service.ingest import batches
 from octet.service.ingest.batches import Batch, ReportBody, read_batch
 
@@ -93,7 +94,7 @@ def read(content: bytes) -> Any:
     """Return how the parser reads a batch, in the words of the contract; None if it refuses."""
     try:
         batch = read_batch(content)
-    except ValidationError:
+    except (ValidationError, InvalidRequest):
         return None
     assert all(each.at.tzinfo is UTC for each in batch.reports)
     return judged(written(batch))
@@ -151,6 +152,30 @@ def test_the_envelope_is_judged_by_the_contract() -> None:
     documents += [batch_of(STEP, more=1), batch_of(STEP, reports=reports * 1001), {"epoch": 1, "rank": 3}, {"epoch": 1}]
     for content in [*(json.dumps(each).encode() for each in documents), b"{", b"\xff", b'{"epoch": 1, "rank": "\xff"}', b"[]"]:
         assert read(content) == judged(content), content[:300]
+
+
+def test_what_a_rank_may_send_is_read_however_large_and_full_of_commas_it_is() -> None:
+    line = {"kind": "log", "level": "INFO", "message": "," * 16_384}
+    surrogates = {"kind": "log", "level": "INFO", "message": "\N{GRINNING FACE}" * 16_384}
+    for bodies in ([line] * 100, [surrogates] * 10, [BODIES["event"]] * 1000, [STEP] * 1000):
+        reports = [batch_of(body)["reports"][0] for body in bodies]
+        assert len(read_batch(json.dumps(batch_of(None, reports=reports)).encode()).reports) == len(bodies)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epoch": 1, "rank": 0} | {f"k{number}": 1 for number in range(10_000)},
+        batch_of({"kind": "log"} | {f"k{number}": 1 for number in range(30_000)}),
+        batch_of({"kind": "log", "level": "INFO", "message": "x" * 300_000}),
+        batch_of(STEP, reports=[batch_of(STEP | {"step": 0})["reports"][0]] * 1000),
+    ],
+)
+def test_what_is_wrong_with_a_large_batch_is_not_explained(wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the contract, which lists every mistake, does not see it."""
+    monkeypatch.delattr(batches, "ReportBatch")
+    with pytest.raises(InvalidRequest, match="Send a few small reports alone"):
+        read_batch(json.dumps(wrong).encode())
 
 
 MOMENTS = ["2026-11-22T14:00:00+01:00", "2026-11-22T14:00:00+00:00", "2026-11-22T14:00:00", "2026-11-22T14:00:00-00:00"]
