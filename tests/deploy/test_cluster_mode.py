@@ -15,7 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import text
+from sqlalchemy import create_engine, make_url, text
+from sqlalchemy.pool import NullPool
 from typer.testing import CliRunner
 
 from octet.api_schemas import JobSpec, JobState, PoolConfig
@@ -95,10 +96,11 @@ class Process:
 
 
 @contextmanager
-def running(command: str, environment: dict[str, str], log: Path) -> Iterator[Process]:
+def running(command: str, environment: dict[str, str], log: Path, tree: Path = ROOT) -> Iterator[Process]:
+    """tree: the folder of the code."""
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "octet.client.cli", command], stdout=file, stderr=file, cwd=ROOT, env=environment
+            [sys.executable, "-m", "octet.client.cli", command], stdout=file, stderr=file, cwd=tree, env=environment
         )
     try:
         yield Process(log, process)
@@ -219,6 +221,71 @@ def test_processes_of_an_older_version_say_so_and_end(postgres_url: str, environ
         assert ended == 2, log.read_text()
         assert "has schema '9999', and this version of Octet knows schemas up to" in log.read_text()
         assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture
+def tree_before(tmp_path: Path) -> Path:
+    """The code of the version before: that of the commit before the one that added the newest migration."""
+    migration = f"service/db/migrations/versions/{known_revisions()[-1]}_*"
+    found = subprocess.run(
+        ["git", "log", "--diff-filter=A", "--format=%H~1", "-1", "--", migration], cwd=ROOT, capture_output=True, text=True
+    )
+    parts = ("octet", "service", "api_schemas", "client", "worker")
+    archive = subprocess.run(["git", "archive", found.stdout.strip(), *parts], cwd=ROOT, capture_output=True)
+    if found.returncode or archive.returncode:
+        pytest.skip(f"the history has no version before: {found.stderr or archive.stderr!r}")
+    (tmp_path / "before").mkdir()
+    subprocess.run(["tar", "-x", "-C", str(tmp_path / "before")], input=archive.stdout, check=True)
+    return tmp_path / "before"
+
+
+def octet(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the version whose code is in a folder."""
+    command = [sys.executable, "-m", "octet.client.cli", *arguments]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=LONG_S)
+
+
+@pytest.mark.postgres
+@pytest.mark.system
+def test_the_version_before_takes_its_backup_back_after_an_upgrade(
+    tree_before: Path, postgres_url: str, environment: dict[str, str], tmp_path: Path, spec_document: dict[str, Any]
+) -> None:
+    """Do what docs/deploy.md says: back up, upgrade, use it, stop, restore the backup with the version before, and go on."""
+    server = make_url(postgres_url).set(drivername="postgresql+psycopg")
+    with create_engine(server, isolation_level="AUTOCOMMIT", poolclass=NullPool).connect() as connection:
+        for name in ("used", "back"):
+            connection.execute(text(f"CREATE DATABASE {name}"))
+            of_name = server.set(drivername="postgresql", database=name)
+            (tmp_path / name).write_text(of_name.render_as_string(hide_password=False))
+    of_used = environment | {"OCTET_DATABASE_URL_FILE": str(tmp_path / "used")}
+    url, backup = f"http://127.0.0.1:{environment['OCTET_PORT']}", str(tmp_path / "before.db")
+
+    @contextmanager
+    def served(environment: dict[str, str], tree: Path) -> Iterator[Client]:
+        log = tmp_path / "api.log"
+        with running("api", environment, log, tree) as api, Client(url, API_KEY, patience_s=LONG_S) as client:
+            wait_until(lambda: api.said("Application startup complete"), poll_s=0.2)
+            yield client
+            assert api.end() == 0
+
+    with served(of_used, tree_before) as client:
+        before = client.submit(spec_document)
+        made = octet(tree_before, "backup", backup, "--database-url-file", str(tmp_path / "used"))
+        assert made.returncode == 0, made.stderr
+    with served(of_used, ROOT) as client:
+        assert client.job(before.id).spec == before.spec
+        after = client.submit(spec_document)
+    with running("api", of_used, tmp_path / "refused.log", tree_before) as refused:
+        assert refused.process.wait(LONG_S) == 2
+    known, newest = known_revisions()[-2:]
+    words = f"the database has schema '{newest}', and this version of Octet knows schemas up to '{known}'"
+    assert words in (tmp_path / "refused.log").read_text()
+    for target in (["--database-url-file", str(tmp_path / "back")], ["--data-dir", str(tmp_path / "of-sqlite")]):
+        restored = octet(tree_before, "restore", backup, *target)
+        assert restored.returncode == 0, restored.stderr
+    with served(environment | {"OCTET_DATABASE_URL_FILE": str(tmp_path / "back")}, tree_before) as client:
+        assert {job.id for job in client.jobs()} == {before.id}
+        assert client.submit(spec_document).id not in {before.id, after.id}
 
 
 @pytest.mark.postgres
