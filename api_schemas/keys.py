@@ -1,6 +1,7 @@
 """Contracts of API keys and of the audit: who may do what in which tenant, and who did what."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -12,6 +13,15 @@ TENANT = r"[a-z0-9][a-z0-9-]{0,31}"
 DEFAULT_TENANT = "default"
 SECRET_PREFIX = "octet_"
 """The first characters of every key that a server makes."""
+
+
+def local_key_file(port: int) -> Path:
+    """Return the user's own file for the key of `octet serve` at a port of loopback.
+
+    It is there where the system does not say whose connections come, as on macOS. Clients of the same user read it.
+    """
+    return Path.home() / ".config" / "octet" / f"local-key-{port}"
+
 
 _YEAR_S = 366 * 86_400
 _MONTH_S = 31 * 86_400

@@ -8,6 +8,7 @@ import random
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
@@ -15,6 +16,7 @@ import httpx
 from pydantic import ValidationError
 
 from octet.api_schemas import Contract, Problem
+from octet.api_schemas.keys import local_key_file
 from octet.api_schemas.problem import CONTENT_TYPE
 from octet.client.errors import ApiError, ConnectionFailed, OctetError, UnexpectedAnswer
 
@@ -87,8 +89,12 @@ class Connection:
     def __init__(
         self, url: str, api_key: "str | Callable[[], str] | None", timeout_s: float, transport: httpx.BaseTransport | None
     ) -> None:
-        """api_key: a key or a token, or what returns the present token before each request."""
+        """api_key: a key or a token, or what returns the present token before each request.
+
+        Without one the key is sent that a server of this user on this machine has written for its clients, if it needs one.
+        """
         self.url = url.rstrip("/")
+        api_key = api_key or _key_of_local_server(url)
         self._timeout_s = timeout_s
         self._http = httpx.Client(
             base_url=self.url,
@@ -247,6 +253,16 @@ def host_of(url: str) -> str:
     if parsed.scheme not in {"http", "https"} or not parsed.host:
         raise ValueError(f"not the URL of a server: {url!r}; {allowed}")
     return parsed.host
+
+
+def _key_of_local_server(url: str) -> str | None:
+    """Return the key that `octet serve` on this machine has written for its user, if it needs one."""
+    if not is_loopback(host_of(url)):
+        return None
+    parsed = httpx.URL(url)
+    with suppress(OSError):
+        return local_key_file(parsed.port or (443 if parsed.scheme == "https" else 80)).read_text(encoding="utf-8")
+    return None
 
 
 def is_loopback(host: str) -> bool:

@@ -22,12 +22,14 @@ from octet.service.cluster.ray.embedded import LocalRay, hold_serve_lock
 from octet.service.db.engine import Database
 from octet.service.dispatcher import Dispatcher
 from octet.service.dispatcher.context import NotLeading
+from octet.service.processes.connections import shows_users
 from octet.service.processes.server import http_server
 from octet.service.processes.startup import (
     check_users,
     checked_settings,
     database_of_one_machine,
     freeze_what_is_there,
+    key_of_this_user,
     listening,
     log_to_stderr,
     private_folder,
@@ -52,6 +54,8 @@ def serve(*, given: Mapping[str, Any], slots: int | None = None) -> None:
     given = {name: value for name, value in given.items() if value not in (None, ())}
     given |= {"pools": (default_pool(slots),)} if slots and "pools_file" not in given else {}
     settings = checked_settings(given)
+    if settings.is_for_this_machine and not shows_users():
+        settings = checked_settings(given | {"api_keys": (key_of_this_user(settings.port),)})
     _check_roots(given.get("data_roots", ()))
     if settings.has_users:
         check_users(settings)

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import random
+import secrets
 import signal
 import socket
 import stat
@@ -17,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 from sqlalchemy.exc import DBAPIError, OperationalError
 
+from octet.api_schemas.keys import local_key_file
 from octet.service.cluster.ray.embedded import hold_serve_lock
 from octet.service.db.engine import LOCK_TIMEOUT_S, Database
 from octet.service.logs import JsonLines, LogFormat
@@ -90,6 +92,17 @@ def private_folder(folder: Path, *, lets_others_pass: bool = False) -> None:
     for path in folder.iterdir():
         if path.is_file() and not path.is_symlink():
             path.chmod(0o600)
+
+
+def key_of_this_user(port: int) -> str:
+    """Make a key for this run of a server, and write it where clients of the same user, and of no other, read it."""
+    path, key = local_key_file(port), secrets.token_hex(32)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(key)
+    logger.info("this system does not say whose connections come: clients of this user send the key in %s by themselves", path)
+    return key
 
 
 def check_users(settings: Settings) -> None:
