@@ -43,9 +43,9 @@ def test_the_kernel_names_the_user_of_a_socket_until_it_is_closed(host: str) -> 
 
 @NEEDS_LINUX
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a socket to another user")
-def test_another_user_of_the_machine_is_refused_and_root_is_not(sqlite_template: Path, tmp_path: Path) -> None:
+def test_another_user_of_the_machine_is_refused_and_root_is_not(sqlite_file: Path, tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path, port=0)
-    with serving(settings, Database(f"sqlite:///{sqlite_template}")) as (_, port):
+    with serving(settings, Database(f"sqlite:///{sqlite_file}")) as (_, port):
         for path, refused in (("/v1/jobs", 401), ("/metrics", 401), ("/", 401), ("/healthz", 200)):
             assert ask_as(None, port, path)[0] == 200
             status, body = ask_as(NOBODY, port, path)
@@ -56,17 +56,17 @@ def test_another_user_of_the_machine_is_refused_and_root_is_not(sqlite_template:
         assert ask_as(NOBODY, port, "/internal/v1/attempts/x/reports")[0] == 405, "ranks have a token of their own"
 
 
-def test_with_keys_every_user_is_served(sqlite_template: Path, tmp_path: Path) -> None:
+def test_with_keys_every_user_is_served(sqlite_file: Path, tmp_path: Path) -> None:
     key = "a key that is long enough"
     settings = Settings(data_dir=tmp_path, port=0, api_keys=(key,))
     user = NOBODY if os.geteuid() == 0 else None
-    with serving(settings, Database(f"sqlite:///{sqlite_template}")) as (_, port):
+    with serving(settings, Database(f"sqlite:///{sqlite_file}")) as (_, port):
         assert ask_as(user, port, "/v1/jobs")[0] == 401
         assert ask_as(user, port, "/v1/jobs", {"Authorization": f"Bearer {key}"})[0] == 200
 
 
 def test_where_the_system_names_no_users_the_server_writes_a_key_for_its_own(
-    sqlite_template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sqlite_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`octet serve` is run up to its cluster, and its settings served."""
     found: list[Settings] = []
@@ -83,7 +83,7 @@ def test_where_the_system_names_no_users_the_server_writes_a_key_for_its_own(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     key_file = local_key_file(port)
     assert key_file.stat().st_mode & 0o777 == 0o600
-    with serving(found[0], Database(f"sqlite:///{sqlite_template}")), Client(f"http://127.0.0.1:{port}") as client:
+    with serving(found[0], Database(f"sqlite:///{sqlite_file}")), Client(f"http://127.0.0.1:{port}") as client:
         assert list(client.jobs()) == []
         assert ask_as(None, port, "/v1/jobs")[0] == 401, "without the key"
         monkeypatch.setenv("HOME", str(tmp_path / "of-another-user"))
