@@ -28,6 +28,8 @@ from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models.llama import LlamaSizes
 from octet.api_schemas.precision import DEFAULT_STATISTICS_EVERY
 from octet.worker import initialize
+from octet.worker.common.wrap import wrapper_of
+from octet.worker.fp8.experts import ExpertsForward
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.models import gpt, llama
 from octet.worker.optim import clip_grad_norm_
@@ -143,6 +145,22 @@ def block(family: str, level: str, recipe: dict[str, object], statistics_every: 
         return count_second(model, (x,) if family == "gpt" else (x, turns), x.detach())
 
 
+def experts(level: str, num_experts: int) -> Launches:
+    """Count the forward and backward pass of a mixture's experts, with 16 rows for each; router and sorting are not counted."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
+
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "num_experts": num_experts, "experts_implementation": "eager"}
+    with fake_gpu(), torch.device(DEVICE_TYPE):
+        model, _ = initialize(Qwen3MoeExperts(Qwen3MoeConfig(**sizes)), None, level, statistics_every=0, auto_filter=False)
+        forward = wrapper_of(model, ExpertsForward)
+        assert forward is not None
+        x, counts = torch.randn(16 * num_experts, 128, requires_grad=True), [16] * num_experts
+        for _ in range(2):  # tables are sent once
+            model.zero_grad()
+            counted = count(lambda: forward.multiply(x, counts).sum().backward())
+        return counted
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Launches and bytes that sampling adds to a block's step."""
@@ -204,6 +222,9 @@ def main() -> None:
             if level == "O2" and not recipe:
                 name = f"launches: a block of {family} at O2, eager, forward and backward"
                 figures.append(Figure(name, str(found.by_name.total())))
+    for level, num_experts in itertools.product(("te", "O2", "O3"), (4, 128)):
+        by_name = experts(level, num_experts).by_name
+        sys.stdout.write(f"{num_experts} experts, {level}: {by_name.total()} launches {dict(by_name)}\n")
     for family, (level, recipe) in itertools.product(("gpt", "llama"), CASES):
         added = sampling(family, level, recipe)
         launches, num_bytes = added.shares

@@ -56,3 +56,15 @@ def test_an_optimizer_s_step_launches_no_more_for_more_layers() -> None:
         assert few == many, level
         assert many["update_kernel"] == many["prepare_kernel"] == (1 if level == "te" else 2), level
         assert sum(many.values()) <= (45 if level == "te" else 25), level
+
+
+@pytest.mark.system
+def test_experts_launch_no_more_for_more_of_them() -> None:
+    """At each of our levels: 6 products, and what makes their operands. te's scales come from past steps, expert by expert."""
+    program = "{level: [experts(level, number).by_name for number in (4, 32)] for level in OPTIMIZER_LEVELS if level != 'te'}"
+    found = found_by(program)
+    assert {"O1", "O2", "O3", "O3-split", "O2-8bit", "O3-split-8bit"} == set(found)
+    for level, (few, many) in found.items():
+        assert few == many, level
+        assert many["matmul_kernel"] == 6, level
+        assert sum(many.values()) <= 41, level

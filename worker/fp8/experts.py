@@ -1,8 +1,8 @@
 """Experts of a mixture that lie in one parameter (E, N, K), as a list of linear layers, which a level converts as any others.
 
 transformers holds the experts of a layer in `gate_up_proj` and `down_proj`, and multiplies them by `grouped_mm`. Here each
-matrix becomes a linear layer (`stacks.py`). Tokens are sorted by expert, and each layer multiplies its run of them. An expert
-without tokens keeps its scales, and its gradient is zero.
+matrix becomes a linear layer (`stacks.py`). Tokens are sorted by expert, and all layers multiply their runs in one op
+(`grouped.py`), or one after another where they cannot. An expert without tokens keeps its scales, and its gradient is zero.
 
 The router stays as it is. Shape suffixes: T tokens, S pairs of a token and an expert, E experts.
 """
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from octet.api_schemas.precision import PrecisionSpec
 from octet.worker.common.wrap import Nesting, Wrapper, wrapper_of, wrappers_of
 from octet.worker.fp8.casts import TRAINABLE_DTYPES
+from octet.worker.fp8.grouped import Exchange, are_grouped, grouped_linear
 from octet.worker.fp8.layout import conv1d_of
 from octet.worker.fp8.stacks import Replaced, StackedLinears, split_parameter, unstack
 
@@ -30,8 +31,24 @@ class ExpertLinears(StackedLinears):
         """The layers that are here, by expert."""
         return {int(name): layer for name, layer in self._modules.items() if layer is not None}
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchange = Exchange()
+
+    @property
+    def first(self) -> Any:
+        """One of the layers here."""
+        return next(iter(self.held.values()))
+
+    @property
+    def are_grouped(self) -> bool:
+        """True if the products of all experts here are computed together."""
+        return are_grouped([*self.held.values()])
+
     def forward(self, input_SK: Tensor, counts: list[int]) -> Tensor:
         """Multiply runs of rows by the weights of their experts. counts: rows of each, in the order of the rows."""
+        if self.are_grouped:
+            return grouped_linear([*self.held.values()], input_SK, counts, self.exchange)
         runs = zip(self.held.values(), input_SK.split(counts), counts, strict=True)
         # An expert without rows gets a gradient, of zeros, as each rank expects of every parameter.
         outputs = [expert(run) for expert, run, count in runs if count or torch.is_grad_enabled() or not len(input_SK)]

@@ -40,7 +40,8 @@ class LinearPlan:
     quantizes_input_first and quantizes_grad_first are True if it is quantized before.
     adds_bias_after: the autograd function leaves out the bias, since selective checkpointing
     computes a pass again only up to its last product; a sampled step does so too, so that its
-    gradients arrive in the order that the golden runs have.
+    gradients arrive in the order that the golden runs have. is_grouped: layers with this plan that
+    hold the matrices of one stack multiply together (`grouped.py`).
     """
 
     formats: LinearFormats
@@ -55,6 +56,7 @@ class LinearPlan:
     quantizes_input_first: bool
     quantizes_grad_first: bool
     adds_bias_after: bool
+    is_grouped: bool
 
 
 @cache
@@ -77,6 +79,8 @@ def plan_of(
     operands = (recipe.input, recipe.weight, recipe.grad_output, recipe.margin)
     high_precision = recipe.high_precision if uses_fp8 else ALL_GEMMS
     is_seen = bool(recipe.amax_history_length) or is_sampled
+    is_plain = not is_seen and not keeps_products and not high_precision and activation is None
+    kinds = {recipe.input.kind, recipe.weight.kind, recipe.grad_output.kind}
     return LinearPlan(
         formats=LinearFormats(*operands, None, is_transposed),
         after_activation=LinearFormats(*operands, activation, is_transposed),
@@ -90,4 +94,5 @@ def plan_of(
         quantizes_input_first=is_seen or keeps_products or "output" in high_precision,
         quantizes_grad_first=is_seen,
         adds_bias_after=(is_sampled or keeps_products) and "output" not in high_precision,
+        is_grouped=is_plain and kinds == {ScaleKind.TENSOR} and held_as in (HeldAs.VALUES, HeldAs.SCALED, HeldAs.CODES),
     )

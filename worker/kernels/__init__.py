@@ -11,6 +11,7 @@ from octet.worker.kernels.formats import finite_or_nan
 from octet.worker.kernels.gates import WrittenGradient, activate, activate_backward
 from octet.worker.kernels.gemm import matmul
 from octet.worker.kernels.gradients import accumulate_, clamp_, clip_, mean_of_shards, norms, quantize_gradient, total_norm
+from octet.worker.kernels.grouped import grouped_gradients, grouped_output, quantize_gradients, sum_runs
 from octet.worker.kernels.known_scale import KnownScale, complete
 from octet.worker.kernels.linear import count_flops, linear_gradients, linear_output
 from octet.worker.kernels.normalization import Normalized, normalize, normalize_backward
@@ -32,7 +33,7 @@ from octet.worker.kernels.quantization import (
     values_of,
 )
 from octet.worker.kernels.rounding import random_bits, split_decode, split_encode, stochastic_round
-from octet.worker.kernels.scales import LinearFormats, Operand, ScaledCodes, ScaleKind
+from octet.worker.kernels.scales import LinearFormats, Operand, Operands, ScaledCodes, ScaleKind
 
 __all__ = [
     "ACTIVATIONS",
@@ -40,6 +41,7 @@ __all__ = [
     "LinearFormats",
     "Normalized",
     "Operand",
+    "Operands",
     "QuantizedOperand",
     "ScaleKind",
     "ScaledCodes",
@@ -61,6 +63,8 @@ __all__ = [
     "document_attention",
     "encode",
     "finite_or_nan",
+    "grouped_gradients",
+    "grouped_output",
     "linear_gradients",
     "linear_output",
     "matmul",
@@ -72,6 +76,7 @@ __all__ = [
     "quantize",
     "quantize_delayed",
     "quantize_gradient",
+    "quantize_gradients",
     "quantize_operand",
     "random_bits",
     "split_decode",
@@ -79,6 +84,7 @@ __all__ = [
     "split_encode",
     "sqrt",
     "stochastic_round",
+    "sum_runs",
     "total_norm",
     "values_of",
 ]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from octet.worker.kernels import reference
-from octet.worker.kernels.scales import LinearFormats, Operand, ScaledCodes, ScaleKind
+from octet.worker.kernels.scales import LinearFormats, Operand, Operands, ScaledCodes, ScaleKind
 from octet.worker.kernels.torch_private import num_dispatch_modes, num_function_modes, present_transform
 
 Function = Callable[..., Any]
@@ -48,6 +48,12 @@ _TRANSLATIONS = {
         3,
         lambda quantized: (quantized[0], quantized[1], quantized[2].value),
         lambda codes, scale, kind: ScaledCodes(codes, scale, _KINDS[kind]),
+    ),
+    "Operands": _Translation(
+        "Tensor[] {0}, Tensor[] {0}_dequant_scales, Tensor[] {0}_amaxes",
+        3,
+        lambda operands: (operands[0], operands[1], operands[2]),
+        Operands,
     ),
     "Operand": _Translation(f"Tensor {_OPERAND}", 3, lambda operand: (operand[0], operand[1], operand[2]), Operand),
     "Operand?": _Translation(

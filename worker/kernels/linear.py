@@ -223,6 +223,8 @@ def count_flops() -> None:
         register_flop_formula(torch.ops.octet.matmul)(_matmul_flops)
         register_flop_formula(torch.ops.octet.linear_output)(_output_flops)
         register_flop_formula(torch.ops.octet.linear_gradients)(_gradients_flops)
+        register_flop_formula(torch.ops.octet.grouped_output)(_grouped_output_flops)
+        register_flop_formula(torch.ops.octet.grouped_gradients)(_grouped_gradients_flops)
 
 
 def _matmul_flops(a_shape: Any, _scale: Any, _kind: Any, b_shape: Any, *_args: Any, **_options: Any) -> int:
@@ -243,3 +245,18 @@ def _gradients_flops(grad_output_shape: Any, *args: Any, **_options: Any) -> int
     num_tokens, num_out = grad_output_shape[::-1] if sides == "columns" and args[0] is not None else grad_output_shape
     num_in = prod(input_shape) // num_tokens if weight_shape is None else prod(weight_shape) // num_out
     return 2 * num_tokens * num_out * num_in * (2 if sides == "both" else 1)
+
+
+def _grouped_output_flops(
+    input_shape: Any, _scale: Any, _amax: Any, _counts: Any, weight_shapes: Any, *_: Any, **_o: Any
+) -> int:
+    """2 · S · N · K: each row is multiplied by one weight."""
+    flops: int = 2 * input_shape[0] * prod(weight_shapes[0])
+    return flops
+
+
+def _grouped_gradients_flops(grad_output_shape: Any, *args: Any, **_options: Any) -> int:
+    """2 · S · N · K for each of the gradients. args: those of the op after the gradient, tensors as their shapes."""
+    weight_shapes, sides = args[6], args[10]
+    flops: int = 2 * grad_output_shape[0] * prod(weight_shapes[0]) * (2 if sides == "both" else 1)
+    return flops

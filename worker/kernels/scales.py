@@ -102,6 +102,17 @@ class Operand(NamedTuple):
     amax: Tensor | None = None
 
 
+class Operands(NamedTuple):
+    """The weights of E layers of one shape: values, or codes with their dequant_scales, fp32 () each.
+
+    amaxes: fp32 (), of the values. Lists are empty where there is none.
+    """
+
+    data: list[Tensor]
+    dequant_scales: list[Tensor]
+    amaxes: list[Tensor]
+
+
 @dataclass(frozen=True)
 class OperandFormat:
     """The codes of one operand, and which of its elements share a scale."""

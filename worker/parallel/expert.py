@@ -7,8 +7,8 @@ other, so it has the bits of that process. Its gradient is the sum over the rank
 their number; replicas of the expert average it.
 
 Inputs, and gradients of outputs, travel in codes where the experts take these with one scale of the present tensor: the ranks
-agree on each expert's amax first, and so hold the codes that one process would make. They travel as values in steps that sample
-statistics, with delayed scaling, and as gradients of experts with a bias. Outputs and gradients of inputs are values.
+agree on each expert's amax first, and so hold the codes that one process would make. They travel as values where experts are
+multiplied one by one (`fp8/grouped.py`), and as gradients of experts with a bias. Outputs and gradients of inputs are values.
 
 Shape suffixes: S this rank's pairs of a token and an expert, X those of all ranks for the experts here, K features, E experts
 of the mixture, R ranks.
@@ -28,12 +28,11 @@ from octet.worker.common.wrap import wrap, wrapper_of
 from octet.worker.fp8.experts import ExpertLinears, ExpertsForward
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.operand import OperandScaling
-from octet.worker.kernels import ScaledCodes, ScaleKind
+from octet.worker.kernels import Operand
 from octet.worker.mesh import Axes, Axis
 from octet.worker.optim.sharding import check_unused
 from octet.worker.parallel.held_part import HeldPart, in_pieces, joined_over, keep_part
 from octet.worker.parallel.strategy import DividedModel, Division, Strategy, check_compiled
-from octet.worker.parallel.tokens import takes_codes
 
 
 class ExpertParallel(Strategy):
@@ -151,18 +150,16 @@ class ExpertsOnRanks(ExpertsForward):
 
     def take_part(self) -> None:
         """Compute the tokens of other ranks, without any of this rank's."""
-        up = next(iter(self.up.held.values()))
-        no_rows = torch.empty(0, up.in_features, dtype=self._dtype, device=self.axis.device)
+        no_rows = torch.empty(0, self.up.first.in_features, dtype=self._dtype, device=self.axis.device)
         self.of_experts(no_rows, torch.empty(0, dtype=torch.int64, device=self.axis.device))
 
     def _agree(self, input_SK: Tensor, expert_S: Tensor) -> "Rows":
         """Return what all ranks send and receive in a pass. The host waits for the device."""
         num_experts = len(self.up)
-        inputs = [layer.input_scaling for layer in _in_codes(self.up, "input", "output", "grad_weight")]
-        grads = [layer.grad_output_scaling for layer in _in_codes(self.down, "grad_output", "grad_input", "grad_weight")]
+        inputs, grads = self.up.are_grouped, self.down.are_grouped and not _has_bias(self.down)
         amax_E = _amax_by_expert(input_SK, expert_S, num_experts) if inputs else input_SK.new_zeros(num_experts)
         num_E = torch.bincount(expert_S, minlength=num_experts)
-        are_in_codes = torch.tensor([bool(inputs), bool(grads)], dtype=torch.float32).to(num_E.device, non_blocking=True)
+        are_in_codes = torch.tensor([inputs, grads], dtype=torch.float32).to(num_E.device, non_blocking=True)
         own = torch.cat([num_E.float(), are_in_codes, amax_E.float()])
         gathered_RN = self.axis.start_gather(own).wait()
         numbers_RN = gathered_RN[:, : num_experts + 2].long().tolist()
@@ -171,8 +168,8 @@ class ExpertsOnRanks(ExpertsForward):
             self.axis,
             expert_S,
             [numbers[:num_experts] for numbers in numbers_RN],
-            inputs if inputs_agree else [],
-            grads if grads_agree else [],
+            self.up if inputs_agree else None,
+            self.down if grads_agree else None,
             gathered_RN[:, num_experts + 2 :].nan_to_num(nan=torch.inf).amax(0),
         )
 
@@ -181,15 +178,15 @@ class ExpertsOnRanks(ExpertsForward):
 class Rows:
     """The rows that ranks send each other in one pass through a mixture.
 
-    expert_S: the experts of this rank's rows, ascending. num_RE: rows of each rank for each expert. inputs, grads: the scalings
-    of the experts here for operands that travel in codes; empty for values. amax_E: of each expert's inputs, over all ranks.
+    expert_S: the experts of this rank's rows, ascending. num_RE: rows of each rank for each expert. inputs, grads: the experts'
+    layers that take these in codes; None for values. amax_E: of each expert's inputs, over all ranks.
     """
 
     axis: Axis
     expert_S: Tensor
     num_RE: list[list[int]]
-    inputs: Sequence[OperandScaling]
-    grads: Sequence[OperandScaling]
+    inputs: ExpertLinears | None
+    grads: ExpertLinears | None
     amax_E: Tensor
 
     @property
@@ -213,18 +210,18 @@ class Rows:
         sizes = [num_E[expert] for expert in self.own for num_E in self.num_RE]
         return self.axis.exchange_rows(_reordered(rows_XK, sizes, len(self.own)), self._num_received, self._num_sent)
 
-    def send_codes(self, rows_SK: Tensor, scalings: Sequence[OperandScaling], amax_E: Tensor, divisor: int = 1) -> Tensor:
-        """Send each row in codes, and give the experts here theirs. Returns a tensor that only has the shape of the rows.
+    def send_codes(self, rows_SK: Tensor, scaling: OperandScaling, amax_E: Tensor, divisor: int = 1) -> Operand:
+        """Send each row in codes. Returns those for the experts here, with a scale for each expert.
 
-        amax_E: of each expert's rows on all ranks. divisor: of the values, a power of two.
+        scaling: of any of the experts. amax_E: of each expert's rows on all ranks. divisor: of the values, a power of two.
         """
-        dtype, margin = scalings[0].format.dtype, scalings[0].recipe.margin
+        dtype, margin = scaling.format.dtype, scaling.recipe.margin
         codes_SK, _ = kernels.quantize(rows_SK, dtype, "row", margin=margin, amax=amax_E[self.expert_S].unsqueeze(1))
-        runs = self.send(codes_SK).split(self.num_of_own)
-        scales = (kernels.dequant_scale_from_amax(amax_E[self.own.start : self.own.stop], dtype, margin) / divisor).unbind()
-        for scaling, codes, scale in zip(scalings, runs, scales, strict=True):
-            rows = ScaledCodes(codes, scale, ScaleKind.TENSOR)
-            scaling.gathered_codes = (rows, rows.t()) if len(codes) else None  # nothing takes the codes of no rows
+        scales_E = kernels.dequant_scale_from_amax(amax_E[self.own.start : self.own.stop], dtype, margin) / divisor
+        return Operand(self.send(codes_SK), scales_E)
+
+    def shape_of(self, rows_SK: Tensor) -> Tensor:
+        """Return a tensor that only has the shape of the rows for the experts here."""
         return rows_SK.new_full((), torch.nan).expand(sum(self.num_of_own), rows_SK.shape[1])
 
     @property
@@ -243,9 +240,10 @@ class _Dispatched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_SK: Tensor, rows: Rows) -> Tensor:
         ctx.rows = rows
-        if not rows.inputs:
+        if rows.inputs is None:
             return rows.send(input_SK)
-        return rows.send_codes(input_SK, rows.inputs, rows.amax_E)
+        rows.inputs.exchange.input = rows.send_codes(input_SK, rows.inputs.first.input_scaling, rows.amax_E)
+        return rows.shape_of(input_SK)
 
     @staticmethod
     def backward(ctx: Any, grad_XK: Tensor) -> tuple[Tensor, None]:
@@ -264,10 +262,12 @@ class _Returned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_SK: Tensor) -> tuple[Tensor, None]:
         rows: Rows = ctx.rows
-        if not rows.grads:
+        if rows.grads is None:
             return rows.send(grad_SK / rows.axis.size), None
         amax_E = rows.axis.max_(_amax_by_expert(grad_SK, rows.expert_S, len(rows.num_RE[0])))
-        return rows.send_codes(grad_SK, rows.grads, amax_E, rows.axis.size), None
+        scaling = rows.grads.first.grad_output_scaling
+        rows.grads.exchange.grad_output = rows.send_codes(grad_SK, scaling, amax_E, rows.axis.size)
+        return rows.shape_of(grad_SK), None
 
 
 def _mixtures(model: nn.Module) -> dict[str, ExpertsForward]:
@@ -282,15 +282,9 @@ def _share(axis: Axis, num_experts: int) -> range:
     return range(axis.rank * size, (axis.rank + 1) * size)
 
 
-def _in_codes(linears: ExpertLinears, operand: str, *products: str) -> list[Float8Linear]:
-    """Return the layers here if all of them take an operand in codes with the scale of the present tensor; else none."""
-    layers: list[Any] = list(linears.held.values())
-    for layer in layers:
-        if not takes_codes(layer, operand, *products) or layer.is_sampled or layer.input_scaling.has_window:
-            return []
-        if operand == "grad_output" and layer.bias is not None:  # its gradient is a sum of values
-            return []
-    return layers
+def _has_bias(linears: ExpertLinears) -> bool:
+    """Return True if gradients of biases are needed, which are sums of values."""
+    return linears.first.bias is not None
 
 
 def _amax_by_expert(rows_SK: Tensor, expert_S: Tensor, num_experts: int) -> Tensor:

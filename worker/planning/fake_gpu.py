@@ -25,7 +25,7 @@ from octet.worker.fp8 import norm_forward, norms
 from octet.worker.fp8.convert import filter_layers
 from octet.worker.fp8.speedups import Chip
 from octet.worker.kernels import library
-from octet.worker.kernels.cuda import gemm, gradient_norms
+from octet.worker.kernels.cuda import gemm, tables
 from octet.worker.models import context
 from octet.worker.optim.fused import FusedStep
 from octet.worker.prepare import convert
@@ -103,7 +103,7 @@ def fake_gpu() -> Iterator[torch.device]:
                 lambda model, names, rules, tokens, _: filter_layers(model, names, rules, tokens, CHIP),
             ),
             (FusedStep, "_send", _send),
-            (gradient_norms, "_sent", _sent),
+            (tables, "send", _sent),
             (Tensor, "is_cuda", property(lambda tensor: tensor.device.type == DEVICE_TYPE)),
             (nn.functional, "scaled_dot_product_attention", attention),
             (biases, "causal_lower_right", lambda *_sizes: LOWER_RIGHT),
@@ -179,7 +179,7 @@ def _send(step: FusedStep, name: Any, content: Any, on: torch.device, rows: Call
     return step.sent[name, on][1]
 
 
-def _sent(_name: Any, content: Any, on: torch.device, dtype: torch.dtype, rows: Callable[[Any], Any]) -> Tensor:
+def _sent(_name: Any, content: Any, on: torch.device, dtype: torch.dtype, rows: Callable[[Any], Any] = list) -> Tensor:
     """Allocate a table without its values, which are a row for each of some 100,000 chunks."""
     table = rows(content)
     return torch.empty(len(table), len(table[0]), dtype=dtype, device=on)

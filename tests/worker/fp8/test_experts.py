@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.precision import PrecisionSpec
-from octet.worker import exact_state_dict, initialize, memory_report, plain_state_dict
+from octet.worker import exact_state_dict, initialize, kernels, memory_report, plain_state_dict
 from octet.worker.fp8.experts import has_experts, unstack_experts
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.weight import is_float8_weight
@@ -272,3 +273,12 @@ def test_copies_and_pickles_train_on() -> None:
         other.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
         assert not other(*inputs).any()
     assert torch.equal(model(*inputs), expected)
+
+
+def test_products_are_counted_as_those_of_separate_layers() -> None:
+    kernels.count_flops()
+    model, _ = initialize(experts(), None, "O2")
+    tokens, *chosen = routing("an empty expert")
+    with FlopCounterMode(display=False) as counter:
+        model(tokens.requires_grad_(), *chosen).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * NUM_TOKENS * TOP_K * 3 * WIDTH * INNER

@@ -55,6 +55,7 @@ def calls(*shapes: tuple[int, int]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         yield ops.matmul, (codes, scale, "row", codes, scale, "row", torch.bfloat16, False)
         for sides in ("rows", "columns", "both"):
             yield from linear_calls(x, sides)
+            yield from grouped_calls(x, sides)
         yield ops.measure, (x, codes, scale, "row", None, torch.empty(5))
         yield ops.measure, (x, codes, scale, "row", torch.tensor(0.5), torch.empty(5))
         for is_layer_norm, bias in ((True, x[0] + 1), (False, None)):
@@ -134,6 +135,36 @@ def linear_calls(x_TK: Tensor, sides: str) -> Iterator[tuple[Any, tuple[Any, ...
         yield ops.linear_gradients, (*both[3:], *nothing, *kept, *nothing, LinearFormats().text, sides, *dtypes)
     else:
         yield ops.linear_gradients, (*both[:3], *nothing, *nothing, *held[0], LinearFormats().text, sides, *dtypes)
+
+
+def grouped_calls(x_SK: Tensor, sides: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Three layers' passes, one of them without rows, of values and of codes, and of weights held in fp32, FP16 and FP8."""
+    num_rows, num_in = x_SK.shape
+    counts, nothing, dtypes = [num_rows - 1, 0, 1], (None, None, None), (torch.bfloat16, torch.float32)
+    weights = [torch.linspace(-2, 3 + n, 48 * num_in).view(48, num_in) for n in range(3)]
+    grad_SN = torch.linspace(-1, 1, num_rows * 48).view(num_rows, 48).sin()
+    in_codes = ops.quantize(x_SK, E4M3, "tensor", 0, None)[0]
+    held: list[tuple[list[Tensor], ...]] = [(weights, [], [])]
+    for dtype in (torch.float16, E4M3):
+        made = [ops.quantize(weight, dtype, "tensor", 0, None) for weight in weights]
+        held.append(([codes for codes, _ in made], [scale for _, scale in made], [weight.abs().amax() for weight in weights]))
+    for data, scales, amaxes in held:
+        for is_transposed in (False, True):
+            stored = [part.t().contiguous() for part in data] if is_transposed else data
+            formats = replace(LinearFormats(), is_transposed=is_transposed).text
+            values = (x_SK, None, None), (stored, scales, amaxes)
+            output = (*values[0], counts, *values[1], formats, torch.bfloat16, True)
+            yield ops.grouped_output, output
+            columns = (*ops.grouped_output(*output)[1:3], None)
+            known = (stored, scales, amaxes or [weight.abs().amax() for weight in weights])
+            yield ops.grouped_gradients, (grad_SN, None, None, counts, *columns, *known, formats, sides, *dtypes)
+            yield (
+                ops.grouped_output,
+                (in_codes, torch.ones(3), None, counts, stored, scales, amaxes, formats, torch.float16, False),
+            )
+    yield ops.grouped_gradients, (grad_SN, None, None, counts, *nothing, *held[1], LinearFormats().text, "rows", *dtypes)
+    yield ops.quantize_gradients, (torch.stack(weights), E4M3)
+    yield ops.sum_runs, (grad_SN, counts)
 
 
 def attention_calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -226,10 +257,13 @@ def test_cuda_tensors_get_the_triton_kernels(launched: list[str]) -> None:
             ops.matmul,
             ops.linear_output,
             ops.linear_gradients,
+            ops.grouped_output,
+            ops.grouped_gradients,
+            ops.quantize_gradients,  # of whose result a part is not written
             ops.sqrt,
             ops.document_attention,
             ops.document_attention_backward,
-        ):  # cuBLAS's and torch's own
+        ):  # cuBLAS's, torch's own, and those of test_grouped.py
             continue
         launched.clear()
         twin = tree_map_only(Tensor, Tensor.clone, arguments)
@@ -240,6 +274,7 @@ def test_cuda_tensors_get_the_triton_kernels(launched: list[str]) -> None:
             ops.total_norm: (1e-5, 0.0),
             ops.measure: (1e-5, 0.0),
             ops.normalize: (1e-5, 4e-6),
+            ops.sum_runs: (1e-5, 1e-5),
         }  # they add in other orders
         rtol, atol = bounds.get(op, (0.0, 0.0))
         pairs = zip(tree_leaves((expected, arguments)), tree_leaves((actual, twin)), strict=True)

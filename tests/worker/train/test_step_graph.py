@@ -29,7 +29,7 @@ from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.rounding_position import RoundingPosition
 from octet.worker.fp8.stored import exact_state_dict
-from octet.worker.kernels.cuda import gradient_norms
+from octet.worker.kernels.cuda import tables
 from octet.worker.kernels.held import holding
 from octet.worker.mesh import Mesh
 from octet.worker.optim import LowBitAdamW, LowBitOptimizer
@@ -311,7 +311,7 @@ def test_the_table_of_groups_stays_where_it_is() -> None:
 @pytest.mark.system
 def test_a_table_lives_as_long_as_the_recording_that_reads_it() -> None:
     def send(content: list[list[int]]) -> Tensor:
-        return gradient_norms._sent("of a test", content, torch.device("cpu"), torch.int64, lambda rows: rows)
+        return tables.send("of a test", content, torch.device("cpu"), torch.int64)
 
     table = weakref.ref(send([[1, 2]]))
     with holding() as held:

@@ -12,6 +12,7 @@ from octet.worker.kernels.cuda.gates import activate, activate_backward
 from octet.worker.kernels.cuda.gemm import matmul
 from octet.worker.kernels.cuda.gradient_norms import clip_, norms, total_norm
 from octet.worker.kernels.cuda.gradients import accumulate_, clamp_, mean_of_shards
+from octet.worker.kernels.cuda.grouped import grouped_gradients, grouped_output, quantize_gradients, sum_runs
 from octet.worker.kernels.cuda.known_scale import complete
 from octet.worker.kernels.cuda.measurement import measure
 from octet.worker.kernels.cuda.normalization import normalize
@@ -39,6 +40,8 @@ __all__ = [
     "document_attention",
     "document_attention_backward",
     "encode",
+    "grouped_gradients",
+    "grouped_output",
     "matmul",
     "mean_of_shards",
     "measure",
@@ -47,9 +50,11 @@ __all__ = [
     "quantize",
     "quantize_delayed",
     "quantize_gradient",
+    "quantize_gradients",
     "quantize_operand",
     "requantize",
     "split_dequantize",
     "sqrt",
+    "sum_runs",
     "total_norm",
 ]

@@ -167,7 +167,7 @@ def cublas_scale(dequant_scale: Tensor, kind: ScaleKind) -> Tensor:
 
 
 @triton.jit
-def _load_codes(pointers, mask, FORMAT: tl.constexpr):
+def load_codes(pointers, mask, FORMAT: tl.constexpr):
     """FP8 codes, which `tl.dot` reads through shared memory if nothing is done to them; under the interpreter their values."""
     codes = tl.load(pointers, mask=mask, other=0.0)
     if language.INTERPRETED:
@@ -177,7 +177,7 @@ def _load_codes(pointers, mask, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b):
+def dot(a, b):
     """a @ b.T in fp32; tensor cores of Hopper add up to 128 products in less and are then emptied."""
     if language.INTERPRETED:
         return tl.dot(a, tl.trans(b), input_precision="ieee")
@@ -230,14 +230,14 @@ def _matmul(
     total = tl.zeros((TILE_M, TILE_N), tl.float32)
     for step in range(tl.cdiv(num_summed, TILE_K)):
         is_summed = summed < num_summed - step * TILE_K
-        a_tile = _load_codes(a_pointers + step * TILE_K, is_row[:, None] & is_summed[None, :], A_FORMAT)
-        b_tile = _load_codes(b_pointers + step * TILE_K, is_column[:, None] & is_summed[None, :], B_FORMAT)
+        a_tile = load_codes(a_pointers + step * TILE_K, is_row[:, None] & is_summed[None, :], A_FORMAT)
+        b_tile = load_codes(b_pointers + step * TILE_K, is_column[:, None] & is_summed[None, :], B_FORMAT)
         if IS_BLOCKWISE:
             a_block = tl.load(a_scales + step * a_scale_stride_k, mask=is_row, other=0.0)
             b_block = tl.load(b_scales + step * b_scale_stride_k, mask=is_column, other=0.0)
-            total += _dot(a_tile, b_tile) * (a_block[:, None] * b_block[None, :])
+            total += dot(a_tile, b_tile) * (a_block[:, None] * b_block[None, :])
         else:
-            total += _dot(a_tile, b_tile)
+            total += dot(a_tile, b_tile)
     if not IS_BLOCKWISE:
         a_all, b_all = tl.load(a_scales, mask=is_row, other=0.0), tl.load(b_scales, mask=is_column, other=0.0)
         total *= a_all[:, None] * b_all[None, :]

@@ -7,20 +7,18 @@ launch.
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, reduce
 from itertools import accumulate
 from operator import or_
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octet.worker.kernels.cuda import language
+from octet.worker.kernels.cuda import language, tables
 from octet.worker.kernels.cuda.launching import Launcher
-from octet.worker.kernels.held import hold
 from octet.worker.kernels.torch_private import foreach_mul_
 
 CHUNK, WARPS = 8192, 8
@@ -161,8 +159,6 @@ _launch_parts = Launcher(norm_parts_kernel, num_warps=WARPS)
 _launch_norms = Launcher(norms_kernel, num_warps=WARPS)
 _launch_total = Launcher(total_norm_kernel, num_warps=WARPS)
 _launch_clip = Launcher(clip_kernel, num_warps=WARPS, enable_fp_fusion=False)
-_SENT: dict[tuple[str, torch.device], tuple[list[Any], Tensor]] = {}
-"""The tensor last sent under a name to a device, and its content; it is sent again only when the content has changed."""
 
 
 def norms(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) -> Tensor:
@@ -199,7 +195,7 @@ def clip_(gradients: Sequence[Tensor], scaled: Sequence[Tensor], norm: Tensor, m
         return
     table, is_aligned, sizes, forms = _table(gradients, scaled)
     num_chunks = [-(-size // CHUNK) if form else 1 for size, form in zip(sizes, forms, strict=True)]
-    chunks = _sent("chunks to scale", num_chunks, norm.device, torch.int32, _chunks)
+    chunks = tables.send("chunks to scale", num_chunks, norm.device, torch.int32, _chunks)
     if not len(chunks):
         return
     bits = ctypes.c_int32.from_buffer(ctypes.c_float(max_norm)).value  # a launch with a Python float would be slow
@@ -211,7 +207,7 @@ def _parts(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) 
     gradients = [each.contiguous() for each in gradients]  # a copy has to outlive the launch
     name = "inf" if order == math.inf else ""  # the check for finite values has other gradients than clipping
     table, is_aligned, sizes, _ = _table(gradients, scaled, name)
-    chunks = _sent(f"chunks {name}", _parts_of(tuple(sizes))[0], table.device, torch.int32, _chunks)
+    chunks = tables.send(f"chunks {name}", _parts_of(tuple(sizes))[0], table.device, torch.int32, _chunks)
     parts = chunks.new_empty(len(chunks), dtype=torch.float32)
     if len(chunks):
         _launch_parts(len(chunks), table, chunks, parts, _as_constant(order), is_aligned, CHUNK)
@@ -226,7 +222,7 @@ def _table(gradients: Sequence[Tensor], scaled: Sequence[Tensor], name: str = ""
     num_parts, firsts, bits = _parts_of(tuple(sizes))
     rows = [*zip(addresses, scales, sizes, forms, firsts, num_parts, strict=True)]
     is_aligned = not reduce(or_, addresses, bits) % 16
-    return _sent(f"table {name}", rows, gradients[0].device, torch.int64, lambda rows: rows), is_aligned, sizes, forms
+    return tables.send(f"table {name}", rows, gradients[0].device, torch.int64), is_aligned, sizes, forms
 
 
 @lru_cache(64)
@@ -249,19 +245,3 @@ def _as_constant(order: float) -> int | str | float:
 
 def _chunks(num_chunks: list[int]) -> list[tuple[int, int]]:
     return [(row, chunk) for row, number in enumerate(num_chunks) for chunk in range(number)]
-
-
-def _sent(
-    name: str, content: list[Any], device: torch.device, dtype: torch.dtype, rows: Callable[[list[Any]], list[Any]]
-) -> Tensor:
-    """The rows made of a content, on the device. The host does not wait."""
-    known = _SENT.get((name, device))
-    if known is not None and known[0] == content:
-        hold(known[1])
-        return known[1]
-    host = torch.tensor(rows(content), dtype=dtype, pin_memory=device.type == "cuda")
-    on_device = host.to(device, non_blocking=True)
-    hold(on_device, host)
-    if type(on_device) is Tensor:  # a fake one belongs to its mode
-        _SENT[name, device] = (content, on_device)
-    return on_device

@@ -27,6 +27,7 @@ from octet.worker.kernels.cuda import (
     gemm,
     gradient_norms,
     gradients,
+    grouped,
     known_scale,
     measurement,
     mx,
@@ -122,9 +123,35 @@ def kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]
             yield f"matmul {name} {is_blockwise}", gemm._matmul, constants
     narrow = {**product, "A_FORMAT": "e4m3", "B_FORMAT": "e4m3", "IS_BLOCKWISE": True, "TILE_K": 32, "B_SCALE_ROWS": 1}
     yield "matmul of narrow blocks", gemm._matmul, narrow
+    yield from grouped_kernels(spread=spread)
     yield "transpose", transpose._transpose, {"TILE_M": 128, "TILE_N": 128}
     yield from optimizer_kernels(spread=spread)
     yield from gradient_kernels(spread=spread)
+
+
+def grouped_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """The kernels of runs of 128 experts, and of their weights by a table. spread: weights of FP16 codes alone."""
+    tile = {"TILE_M": 128, "TILE_N": 128, "ALIGNED": True}
+    runs, weights = ({**tile, "HAS_RUNS": has_runs, "IN_TABLE": not has_runs} for has_runs in (True, False))
+    runs |= {"table": None, "RUNS": 128}
+    weights |= {"counts": None, "RUNS": 16}
+    yield "amax of runs", grouped.amax_kernel, runs
+    code = {"FORMAT": "e4m3", "MARGIN": 0, "HAS_STORED_SCALE": False, "MARKS_NONFINITE": False, "SCALE_STRIDE": 1}
+    yield "quantize_runs", grouped.quantize_kernel, {**runs, **code, "ROWS": True, "COLUMNS": True}
+    stored = {**weights, **code, "HAS_STORED_SCALE": True, "amax": None}
+    yield "quantize_runs, weights", grouped.quantize_kernel, {**stored, "ROWS": True, "COLUMNS": False, "codes_t": None}
+    yield "quantize_runs, weights turned", grouped.quantize_kernel, {**stored, "ROWS": False, "COLUMNS": True, "codes": None}
+    product = {**tile, "TILE_K": 128, "A_FORMAT": "e5m2", "B_FORMAT": "e4m3", "RUNS": 128}
+    one = {**product, "A_FORMAT": "e4m3", "SUMS_RUNS": False, "IN_TABLE": False, "table": None}
+    yield "matmul of runs", grouped.matmul_kernel, one
+    yield "matmul over runs", grouped.matmul_kernel, {**product, "SUMS_RUNS": True, "IN_TABLE": False, "table": None}
+    if not spread:
+        yield "amax of weights", grouped.amax_kernel, weights
+        codes = {**weights, **code, "FORMAT": None, "amax": None, "scales": None, "codes": None, "ROWS": False, "COLUMNS": True}
+        yield "transpose weights", grouped.quantize_kernel, codes
+        held = {**product, "A_FORMAT": "e4m3", "SUMS_RUNS": False, "IN_TABLE": True, "b_scales": None}
+        yield "matmul of runs, weights in a table", grouped.matmul_kernel, held
+    yield "sum of runs", grouped.sum_kernel, {"RUNS": 128, "ROWS": grouped.ROWS_OF_SUM, "TILE_N": 128}
 
 
 def gradient_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -234,6 +261,12 @@ def types_of(name: str) -> dict[str, str]:
         "RMS norm": {"weight": "*fp32", "rstd": "*fp32", "out": "*bf16"},
         **{f"matmul {a} {blocks}": {"a": pointer, "out": "*bf16"} for a, pointer in FP8.items() for blocks in (True, False)},
         "matmul of narrow blocks": {"a": FP8["e4m3"], "out": "*bf16"},
+        "matmul of runs": {"a": FP8["e4m3"], "out": "*bf16"},
+        "matmul of runs, weights in a table": {"a": FP8["e4m3"], "out": "*bf16"},
+        "matmul over runs": {"a": FP8["e5m2"], "out": "*bf16"},
+        "quantize_runs, weights": {"x": "*fp16"},
+        "quantize_runs, weights turned": {"x": "*fp16"},
+        "transpose weights": {"x": "*u8"},
     }
     tables = {"table": "*i64", "groups": "*fp64", "constants": "*fp32", "finite": "*u8", "chunks": "*i32"}
     of_norms = {
@@ -245,12 +278,20 @@ def types_of(name: str) -> dict[str, str]:
         "max_norm_bits": "i32",
     }
     counted = {"seed": "i64", "step": "i64", "stream": "i64", "stride": "i64", "count": "*i64"}
+    of_runs = {
+        "counts": "*i32",
+        "a_scales": "*fp32",
+        "b_scales": "*fp32",
+        "num_matrices": "i32",
+        "num_runs": "i32",
+        "stride_t": "i32",
+    }
     if name.startswith("activate"):
         return {**TYPES, **dict.fromkeys(("grad", "gated", "out", "gated_out"), "*bf16"), "amaxes": "*fp32"}
     if name in ("accumulated_amax", "accumulate", "clamped_amax", "clamp"):
         given = {"alpha": "fp32", "other": "*bf16", "new_scale": "*fp32", "low": "fp32", "high": "fp32", "is_changed": "*i32"}
         return {**TYPES, **counted, **given}
-    return {**TYPES, **tables, **counted, "mean": "*fp32", **of_norms, **changed.get(name, {})}
+    return {**TYPES, **tables, **counted, "mean": "*fp32", **of_norms, **of_runs, **changed.get(name, {})}
 
 
 def num_warps(name: str) -> int:
@@ -260,7 +301,7 @@ def num_warps(name: str) -> int:
         return measurement.WARPS
     if re.match("quantize_tile gelu(?!-)", name):
         return quantization.ERF_TILE_WARPS
-    return 4 if name in ("accumulated_amax", "accumulate", "clamped_amax", "clamp", "mean_of_shards") else 8
+    return 4 if name in ("sum of runs", "accumulated_amax", "accumulate", "clamped_amax", "clamp", "mean_of_shards") else 8
 
 
 def compile_kernel(name: str, kernel: Any, constants: dict[str, Any], capability: int = 90) -> Any:
@@ -275,7 +316,7 @@ def compile_kernel(name: str, kernel: Any, constants: dict[str, Any], capability
     attributes = {(arguments.index(argument),): [["tt.divisibility", 16]] for argument in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": num_warps(name), "enable_fp_fusion": False}
-    if kernel is quantization._quantize_tile:
+    if kernel in (quantization._quantize_tile, grouped.quantize_kernel):
         options["maxnreg"] = quantization.TILE_REGISTERS
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
