@@ -161,6 +161,7 @@ def full_metrics() -> Metrics:
         "octet_memory_bytes": (
             "weights", "master_weights", "gradients", "exp_avg", "exp_avg_sq", "scales", "other", "activations",
         ),
+        "octet_expert_load_ratio": ("fewest", "most"),
         "octet_layers": ("converted", "filtered", "skipped", "demoted"),
         "octet_wire_sent_bytes_total": (
             "exchange float32", "exchange float8_e4m3fn", "gather float32", "gather float8_e4m3fn", "gather float16",

@@ -7,6 +7,7 @@ matrix becomes a linear layer (`stacks.py`). Tokens are sorted by expert, and al
 The router stays as it is. Shape suffixes: T tokens, S pairs of a token and an expert, E experts.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ class ExpertsForward(Wrapper):
     """Computes the experts of a layer as transformers does, by linear layers."""
 
     nesting = Nesting.LAYER
+    num_rows: Sequence[int] = ()
+    """Rows of each expert in the last forward pass."""
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the sum over the experts of each token, in the shape of `hidden_states`, (T, K).
@@ -77,7 +80,8 @@ class ExpertsForward(Wrapper):
     def of_experts(self, input_SK: Tensor, expert_S: Tensor) -> Tensor:
         """Return the output of each row's expert, (S, K). expert_S: the experts of the rows, ascending."""
         module: Any = self.module
-        return self.multiply(input_SK, torch.bincount(expert_S, minlength=module.num_experts).tolist())
+        self.num_rows = torch.bincount(expert_S, minlength=module.num_experts).tolist()
+        return self.multiply(input_SK, self.num_rows)
 
     def multiply(self, input_SK: Tensor, counts: list[int]) -> Tensor:
         """Apply the experts that are here to runs of rows. counts: rows of each."""
@@ -124,9 +128,21 @@ def experts_of(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {f"{name}.{expert}": (expert, len(linears)) for name, linears in stacks for expert in linears.held}
 
 
+def mixtures_of(model: nn.Module) -> dict[str, ExpertsForward]:
+    """Return what computes the experts of a model's layers, by the name of the module that holds them."""
+    found = {name: wrapper_of(module, ExpertsForward) for name, module in model.named_modules()}
+    return {name: forward for name, forward in found.items() if forward is not None}
+
+
 def has_experts(model: nn.Module) -> bool:
     """Return True for a model with experts that were unstacked. The host waits for the device in each of their passes."""
-    return any(wrapper_of(module, ExpertsForward) is not None for module in model.modules())
+    return bool(mixtures_of(model))
+
+
+def expert_loads(mixtures: Iterable[ExpertsForward]) -> list[tuple[float, float]]:
+    """Return, for each mixture, the rows of the expert with fewest and of that with most, over the mean, last pass."""
+    passes = [forward.num_rows for forward in mixtures if sum(forward.num_rows)]
+    return [(min(rows) * len(rows) / sum(rows), max(rows) * len(rows) / sum(rows)) for rows in passes]
 
 
 def _is_stack_of_experts(module: nn.Module) -> bool:

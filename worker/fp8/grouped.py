@@ -67,7 +67,7 @@ def grouped_linear(layers: Sequence[Float8Linear], input_SK: Tensor, counts: lis
 
     layers: such that `are_grouped`. counts: rows of each run. The next operands come from `exchange`, where ranks gave them.
     """
-    weights = [layer.weight for layer in layers]
+    weights: list[Any] = [layer.weight for layer in layers]
     for weight in weights:
         if type(weight) is Float8Weight and weight.state.entries:
             weight.state.take_back()
@@ -161,5 +161,5 @@ def _delivered(layers: Sequence[Float8Linear], grad_weight: Tensor) -> list[Any]
     if None in positions or any(layer.weight.grad is not None for layer in layers):
         return [*grad_weight.unbind()]
     codes, scales_E = kernels.quantize_gradients(grad_weight, E4M3.dtype)
-    parts = zip(codes.unbind(), scales_E.unbind(), positions, strict=True)
+    parts: Any = zip(codes.unbind(), scales_E.unbind(), positions, strict=True)
     return [Float8Gradient(*each) for each in parts]

@@ -41,7 +41,8 @@ def grouped_output(
     if not weights.dequant_scales and not amaxes:
         amaxes = [reference.compute_amax(weight, ScaleKind.TENSOR) for weight in weights.data]
         found = [torch.stack(amaxes)]
-    outputs, columns = [], []
+    outputs: list[Tensor] = []
+    columns: list[Any] = []
     for expert, run in enumerate(data.split(counts)):
         if not len(run):
             columns.append(None)

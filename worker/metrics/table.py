@@ -67,6 +67,12 @@ FAMILIES = (
     Family("octet_memory_used_bytes", "memory in use now: on cuda by the whole device, on cpu by this process (resident)"),
     Family("octet_memory_peak_bytes", "highest use so far: on cuda allocated by torch, on cpu resident in this process"),
     Family("octet_memory_limit_bytes", "memory available: on cuda the device's, on cpu the control group's or the machine's"),
+    Family(
+        "octet_expert_load_ratio",
+        "tokens of the expert that has fewest or most, over the mean of its mixture: the most uneven mixture, last pass",
+        ("expert",),
+        2,
+    ),
     Family("octet_layers", "linear layers by state: converted to FP8, skipped, filtered or demoted", ("state",), 4),
     Family("octet_fp8_amax", "largest magnitude in the last sample, over the layers", ("operand",), len(OPERANDS)),
     Family("octet_fp8_dequant_scale", "largest dequant_scale in the last sample, over the layers", ("operand",), len(OPERANDS)),
@@ -225,6 +231,12 @@ class Metrics:
         """Set the bytes sent since the process started. sent_bytes: by collective and dtype."""
         for (collective, dtype), value in sent_bytes.items():
             self.set("octet_wire_sent_bytes_total", value, collective, dtype)
+
+    def observe_experts(self, loads: Sequence[tuple[float, float]]) -> None:
+        """Set the loads of the most uneven mixture. loads: of each, the fewest and most tokens of an expert, over the mean."""
+        if loads:
+            self.set("octet_expert_load_ratio", min(fewest for fewest, _ in loads), "fewest")
+            self.set("octet_expert_load_ratio", max(most for _, most in loads), "most")
 
     def observe_fp8(self, samples: Sequence[OperandSample]) -> None:
         """Set each operand's worst value of each number over the layers of one sample."""

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from octet.worker import kernels
-from octet.worker.common.wrap import wrap, wrapper_of
-from octet.worker.fp8.experts import ExpertLinears, ExpertsForward
+from octet.worker.common.wrap import wrap
+from octet.worker.fp8.experts import ExpertLinears, ExpertsForward, mixtures_of
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.kernels import Operand
@@ -42,7 +42,7 @@ class ExpertParallel(Strategy):
 
     def check(self, division: Division) -> None:
         """Refuse models without mixtures that are held expert by expert, and numbers of experts that do not divide."""
-        size, mixtures = division.axes.expert.size, _mixtures(division.model)
+        size, mixtures = division.axes.expert.size, mixtures_of(division.model)
         if not mixtures:
             raise ValueError(
                 f"{type(division.model).__name__} has no experts that are layers of their own; allowed with an expert degree: "
@@ -61,7 +61,7 @@ class ExpertParallel(Strategy):
     def apply(self, division: Division) -> None:
         """Keep this rank's experts of each mixture."""
         model, axis, replicas = division.model, division.axes.expert, division.axes.expert_replicas
-        mixtures, absent = _mixtures(model), []
+        mixtures, absent = mixtures_of(model), []
         stacks = {name: linears for name, linears in model.named_modules() if isinstance(linears, ExpertLinears)}
         for name, linears in stacks.items():
             own = _share(axis, len(linears))
@@ -144,6 +144,7 @@ class ExpertsOnRanks(ExpertsForward):
         """Return the output of each row's expert, (S, K), of whatever rank. All ranks call it together."""
         self._dtype = input_SK.dtype
         rows = self._agree(input_SK.detach(), expert_S)
+        self.num_rows = [sum(of_ranks) for of_ranks in zip(*rows.num_RE, strict=True)]
         received_XK: Tensor = _Dispatched.apply(input_SK, rows)
         returned_SK: Tensor = _Returned.apply(self.multiply(received_XK, rows.num_of_own), rows)
         return returned_SK
@@ -268,12 +269,6 @@ class _Returned(torch.autograd.Function):
         scaling = rows.grads.first.grad_output_scaling
         rows.grads.exchange.grad_output = rows.send_codes(grad_SK, scaling, amax_E, rows.axis.size)
         return rows.shape_of(grad_SK), None
-
-
-def _mixtures(model: nn.Module) -> dict[str, ExpertsForward]:
-    """Return what computes the experts of a model's layers, by the name of the module that holds them."""
-    found = {name: wrapper_of(module, ExpertsForward) for name, module in model.named_modules()}
-    return {name: forward for name, forward in found.items() if forward is not None}
 
 
 def _share(axis: Axis, num_experts: int) -> range:

@@ -11,6 +11,7 @@ has computed them (`log.py`). So a divergence takes effect an interval late.
 import logging
 import math
 import time
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -73,6 +74,7 @@ class Trainer:
     # What follows the run
     progress: Progress
     worst_layers: train_reports.WorstLayers
+    expert_loads: Callable[[], list[tuple[float, float]]]
     step_times: StepTimes
     log: StepLog
     writer: CheckpointWriter
@@ -110,6 +112,7 @@ class Trainer:
 
         self.progress = Progress()
         self.worst_layers = train_reports.WorstLayers()
+        self.expert_loads = train_reports.expert_loads_of(self.model)
         self.step_times = StepTimes(num_skipped=self.job.num_warm_up_steps)
         is_late = is_accelerator(mesh.device)
         self.log = StepLog(mesh, is_late=is_late, is_writing=lambda: self.writer.is_writing, is_save_due=self._is_time_to_save)
@@ -288,6 +291,7 @@ class Trainer:
         steps = (*reading.steps, *self.log.flush().steps) if is_stopping else reading.steps
         self.metrics.observe_wire(self.mesh.sent_bytes)
         self.metrics.observe_busy(self.mesh.waits.last_busy_s)
+        self.metrics.observe_experts(self.expert_loads())
         if self.job.health is not None:
             self.metrics.observe_fp8(self.job.health.samples)
             if worst := self.worst_layers.new(self.progress.step, self.job.health.samples):

@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from octet.api_schemas.measured import MAX_LAYERS, LayerHealth, MemoryBytes
 from octet.worker.common.config import TrainConfig
 from octet.worker.common.errors import LimitsBroken
 from octet.worker.fp8.convert import ConversionReport
-from octet.worker.fp8.experts import has_experts
+from octet.worker.fp8.experts import expert_loads, has_experts, mixtures_of
 from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.mesh import Mesh
@@ -29,6 +30,11 @@ from octet.worker.train.log import FinishedStep
 from octet.worker.train.progress import Progress, StepTimes
 
 LARGEST_EXPONENT = math.log(sys.float_info.max)
+
+
+def expert_loads_of(model: nn.Module) -> Callable[[], list[tuple[float, float]]]:
+    """Return a function that reads the loads of a model's experts, see `expert_loads`."""
+    return partial(expert_loads, [*mixtures_of(model).values()])
 
 
 def num_demoted(model: nn.Module) -> int:

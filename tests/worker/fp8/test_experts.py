@@ -13,9 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.precision import PrecisionSpec
 from octet.worker import exact_state_dict, initialize, kernels, memory_report, plain_state_dict
-from octet.worker.fp8.experts import has_experts, unstack_experts
+from octet.worker.fp8.experts import expert_loads, has_experts, mixtures_of, unstack_experts
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.fp8.weight import is_float8_weight
+from octet.worker.metrics.table import Metrics
 from octet.worker.optim.rules.adam import LowBitAdamW
 from octet.worker.train.build import linear_flops_per_token
 from tests.kit.small_model import spread
@@ -282,3 +283,20 @@ def test_products_are_counted_as_those_of_separate_layers() -> None:
     with FlopCounterMode(display=False) as counter:
         model(tokens.requires_grad_(), *chosen).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * NUM_TOKENS * TOP_K * 3 * WIDTH * INNER
+
+
+def test_loads_are_counted() -> None:
+    """The tokens of the expert with fewest and of that with most, over the mean, which the rank's metrics show."""
+    model = nn.ModuleList([initialize(experts(), None, "O2")[0] for _ in range(2)])
+    assert expert_loads(mixtures_of(model).values()) == []
+    for mixture, kind in zip(model, ("even", "an empty expert"), strict=True):
+        mixture(*routing(kind))
+    loads = expert_loads(mixtures_of(model).values())
+    counts = [torch.bincount(routing(kind)[1].flatten(), minlength=NUM_EXPERTS) for kind in ("even", "an empty expert")]
+    mean = NUM_TOKENS * TOP_K / NUM_EXPERTS
+    assert loads == [(int(count.min()) / mean, int(count.max()) / mean) for count in counts]
+    assert loads[1][0] == 0
+    metrics = Metrics()
+    metrics.observe_experts(loads)
+    found = {labels: value for family, labels, value in metrics.read() if family.name == "octet_expert_load_ratio"}
+    assert found == {("fewest",): 0.0, ("most",): max(most for _, most in loads)}

@@ -370,7 +370,8 @@ def grouped_output(
     data, scales, _ = input
     runs, held = _Runs(counts, data.device), _Weights(weights, data.device)
     found = [held.find_amax()] if not weights.dequant_scales and not weights.amaxes else []
-    codes, columns, own_scales = data, None, scales
+    codes: Tensor | None = data
+    columns, own_scales = None, scales
     if scales is None:
         codes, columns, own_scales = _quantize_runs(
             data, runs, formats.input.dtype, formats.margin, "both" if keeps_columns else "rows"
@@ -398,7 +399,8 @@ def grouped_gradients(
     """See the twin. Six launches for both sides."""
     data, scales, _ = grad_output
     runs, held, gradients = _Runs(counts, data.device), _Weights(weights, data.device), []
-    rows, columns, own_scales = data, None, scales
+    rows: Tensor | None = data
+    columns, own_scales = None, scales
     if scales is None:
         rows, columns, own_scales = _quantize_runs(data, runs, formats.grad_output.dtype, formats.margin, sides)
     elif sides != "rows":
