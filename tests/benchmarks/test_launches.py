@@ -60,11 +60,11 @@ def test_an_optimizer_s_step_launches_no_more_for_more_layers() -> None:
 
 @pytest.mark.system
 def test_experts_launch_no_more_for_more_of_them() -> None:
-    """At each of our levels: 6 products, and what makes their operands. te's scales come from past steps, expert by expert."""
-    program = "{level: [experts(level, number).by_name for number in (4, 32)] for level in OPTIMIZER_LEVELS if level != 'te'}"
+    """At each of our levels: 6 products, and what makes their operands; at te also what reads and fills windows."""
+    program = "{level: [experts(level, number).by_name for number in (4, 32)] for level in OPTIMIZER_LEVELS}"
     found = found_by(program)
-    assert {"O1", "O2", "O3", "O3-split", "O2-8bit", "O3-split-8bit"} == set(found)
+    assert {"te", "O1", "O2", "O3", "O3-split", "O2-8bit", "O3-split-8bit"} == set(found)
     for level, (few, many) in found.items():
         assert few == many, level
         assert many["matmul_kernel"] == 6, level
-        assert sum(many.values()) <= 41, level
+        assert sum(many.values()) <= (87 if level == "te" else 41), level

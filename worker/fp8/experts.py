@@ -46,6 +46,11 @@ class ExpertLinears(StackedLinears):
         """True if the products of all experts here are computed together."""
         return are_grouped([*self.held.values()])
 
+    @property
+    def take_codes(self) -> bool:
+        """True if an operand of all experts here can come in codes, made with the scales of the tensor at hand."""
+        return self.are_grouped and not self.first.input_scaling.has_window
+
     def forward(self, input_SK: Tensor, counts: list[int]) -> Tensor:
         """Multiply runs of rows by the weights of their experts. counts: rows of each, in the order of the rows."""
         if self.are_grouped:

@@ -1,8 +1,8 @@
 """The products of all layers of a stack at once, whose launches do not grow with the number of layers.
 
-`experts.py` calls it for experts that multiply in FP8 by scales of the tensor at hand. Layer by layer are multiplied: operands
-that something else has to see before their product (windows of past steps, a sample of statistics, selective checkpointing),
-and layers that differ from each other, such as demoted ones. The bits are the same.
+`experts.py` calls it for experts that multiply in FP8 by scales of the tensor, of the one at hand or of past steps. Layers are
+multiplied one by one where something else has to see an operand before its product (a sample of statistics, selective
+checkpointing), and where they differ from each other, as demoted ones do. The bits are the same.
 
 Autograd sees one function with the weights of all layers. Gradients that are held in FP8 arrive as codes, made in one op too;
 until then a stack's gradients are wide together.
@@ -21,6 +21,7 @@ from octet.worker.fp8.bf16 import activation_dtype
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.gradient_hooks import once_differentiable, product_dtype
 from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.operand import OperandScaling, amaxes_to_scale_by
 from octet.worker.fp8.weight import Float8Weight
 from octet.worker.kernels import Operand, Operands
 from octet.worker.kernels.formats import E4M3
@@ -103,7 +104,8 @@ class _GroupedProducts(torch.autograd.Function):
         ctx.grad_weight_dtype = product_dtype(first.weight, first.gradient_position)
         ctx.bias_dtype = biases[0].dtype if biases else None
         ctx.needs_weight = keeps and ctx.needs_input_grad[2]
-        operand = Operand(input_SK) if given is None else given
+        operand = _operand(input_SK, counts, [layer.input_scaling for layer in layers]) if given is None else given
+        weights = _scaled(weights, layers, counts)
         output_SN, *kept = kernels.grouped_output(
             operand, counts, weights, first.plan.formats, output_dtype, keeps_columns=ctx.needs_weight
         )
@@ -111,8 +113,9 @@ class _GroupedProducts(torch.autograd.Function):
             repeats = torch.tensor(counts).to(input_SK.device, non_blocking=True)
             output_SN += torch.stack(biases).to(output_dtype).repeat_interleave(repeats, 0, output_size=len(input_SK))
         columns = kept[:2] if ctx.needs_weight else [None, None]
-        amax_E = None if first.plan.holds_codes else kept[-1]
-        ctx.save_for_backward(*columns, amax_E, *weights.data, *weights.dequant_scales, *weights.amaxes)
+        amaxes = weights.amaxes or ([] if first.plan.multiplies_codes else list(kept[-1].unbind()))
+        ctx.save_for_backward(*columns, *weights.data, *weights.dequant_scales, *amaxes)
+        ctx.is_stored = first.plan.holds_codes
         return output_SN
 
     @staticmethod
@@ -120,14 +123,13 @@ class _GroupedProducts(torch.autograd.Function):
     def backward(ctx: Any, grad_output_SN: Tensor) -> tuple[Any, ...]:
         layers, counts, exchange = ctx.layers, ctx.counts, ctx.exchange
         # Reading them checks that the weights are unchanged.
-        columns_KP, scales_E, amax_E, *held = ctx.saved_tensors
-        parts = [held[first : first + len(layers)] for first in range(0, len(held), len(layers))]
-        weights = Operands(*parts, *[[] for _ in range(3 - len(parts))])
-        if amax_E is not None:
-            weights = weights._replace(amaxes=list(amax_E.unbind()))
-        operand = Operand(grad_output_SN)
-        if exchange.grad_output is not None:
-            operand, exchange.grad_output = exchange.grad_output, None
+        columns_KP, scales_E, *held = ctx.saved_tensors
+        num = len(layers)
+        data, *rest = (held[first : first + num] for first in range(0, len(held), num))
+        weights = Operands(data, rest.pop(0) if ctx.is_stored else [], rest[0] if rest else [])
+        operand, exchange.grad_output = exchange.grad_output, None
+        if operand is None:
+            operand = _operand(grad_output_SN, counts, [layer.grad_output_scaling for layer in layers])
         needs_input = ctx.needs_input_grad[0]
         grad_input, grad_weights = None, [None] * len(layers)
         if needs_input or ctx.needs_weight:
@@ -150,6 +152,22 @@ def _held(weights: Sequence[Tensor], first: Float8Linear) -> Operands:
     coded: Any = weights
     amaxes = [] if first.plan.multiplies_codes else [weight.values_amax for weight in coded]
     return Operands([weight.codes for weight in coded], [weight.dequant_scale for weight in coded], amaxes)
+
+
+def _operand(values: Tensor, counts: list[int], scalings: Sequence[OperandScaling]) -> Operand:
+    """Return values of runs as their op takes them: with the amaxes to scale by, where windows say them."""
+    if not scalings[0].has_window:
+        return Operand(values)
+    return Operand(values, None, amaxes_to_scale_by(scalings, kernels.amax_of_runs(values, counts), counts))
+
+
+def _scaled(weights: Operands, layers: Sequence[Float8Linear], counts: list[int]) -> Operands:
+    """Return weights with the amaxes to scale by, where windows say them."""
+    scalings = [layer.weight_scaling for layer in layers]
+    if not scalings[0].has_window or layers[0].plan.multiplies_codes:
+        return weights
+    own_E = torch.stack(weights.amaxes) if weights.amaxes else kernels.amax_of_each(weights.data)
+    return weights._replace(amaxes=list(amaxes_to_scale_by(scalings, own_E, counts).unbind()))
 
 
 def _delivered(layers: Sequence[Float8Linear], grad_weight: Tensor) -> list[Any]:

@@ -8,7 +8,7 @@ With current scaling the op of the product quantizes an operand itself. It is qu
 something else has to see it: a window, a sample of statistics, layers and ranks that take the same codes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -322,6 +322,24 @@ class OperandScaling(KeepsDtypes):
             kernels.measure(x, rows, stored_scale, self.sample)
         elif columns is not None:
             kernels.measure(x.t(), columns, stored_scale, self.sample)
+
+
+def amaxes_to_scale_by(scalings: Sequence[OperandScaling], own_E: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the amaxes (E,) that operands of layers that are alike are scaled by, given their own: as one by one.
+
+    Windows remember those with rows. counts: the rows of each.
+    """
+    first = scalings[0]
+    if not first.has_window:
+        return own_E
+    held: list[Any] = [scaling._buffers for scaling in scalings]
+    if first.training:
+        seen = [index for index, count in enumerate(counts) if count]
+        steps, own = [held[index]["step_amax"] for index in seen], own_E.unbind()
+        if seen:
+            foreach_copy_(steps, list(torch.maximum(torch.stack(steps), torch.stack([own[index] for index in seen])).unbind()))
+    window_E, num_finite_E = (torch.stack([each[name] for each in held]) for name in ("window_amax", "num_finite_steps"))
+    return torch.where(num_finite_E >= first.recipe.amax_history_length, window_E, own_E)
 
 
 def advance(scalings: Iterable[OperandScaling]) -> None:

@@ -79,7 +79,7 @@ def plan_of(
     operands = (recipe.input, recipe.weight, recipe.grad_output, recipe.margin)
     high_precision = recipe.high_precision if uses_fp8 else ALL_GEMMS
     is_seen = bool(recipe.amax_history_length) or is_sampled
-    is_plain = not is_seen and not keeps_products and not high_precision and activation is None
+    is_plain = not is_sampled and not keeps_products and not high_precision and activation is None
     kinds = {recipe.input.kind, recipe.weight.kind, recipe.grad_output.kind}
     return LinearPlan(
         formats=LinearFormats(*operands, None, is_transposed),

@@ -11,7 +11,14 @@ from octet.worker.kernels.formats import finite_or_nan
 from octet.worker.kernels.gates import WrittenGradient, activate, activate_backward
 from octet.worker.kernels.gemm import matmul
 from octet.worker.kernels.gradients import accumulate_, clamp_, clip_, mean_of_shards, norms, quantize_gradient, total_norm
-from octet.worker.kernels.grouped import grouped_gradients, grouped_output, quantize_gradients, sum_runs
+from octet.worker.kernels.grouped import (
+    amax_of_each,
+    amax_of_runs,
+    grouped_gradients,
+    grouped_output,
+    quantize_gradients,
+    sum_runs,
+)
 from octet.worker.kernels.known_scale import KnownScale, complete
 from octet.worker.kernels.linear import count_flops, linear_gradients, linear_output
 from octet.worker.kernels.normalization import Normalized, normalize, normalize_backward
@@ -53,6 +60,8 @@ __all__ = [
     "activate_backward",
     "activate_operand",
     "all_finite",
+    "amax_of_each",
+    "amax_of_runs",
     "clamp_",
     "clip_",
     "complete",

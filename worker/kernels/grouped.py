@@ -38,9 +38,10 @@ def grouped_output(
 ) -> list[Tensor]:
     """[each run @ its weight.T (S, N)], and what `grouped_gradients` needs of the input and the weights.
 
-    input: values, or codes with a dequant_scale (E,). counts: the rows of each run. weights: as the layers store them: values,
-    codes of FP16 with dequant_scale and amax, or E4M3 codes with dequant_scale; `formats.is_transposed` says which way round.
-    keeps_columns: [codes (K, P), dequant_scale (E,)] of the input follow. Of values, the weights' amax (E,) comes last.
+    input: values, with the amaxes (E,) to scale by if they are known, or codes with a dequant_scale (E,). counts: the rows of
+    each run. weights: as the layers store them: values, perhaps with amax, codes of FP16 with dequant_scale and amax, or E4M3
+    codes with dequant_scale; `formats.is_transposed` says which way round.
+    keeps_columns: [codes (K, P), dequant_scale (E,)] of the input follow. Of values without it, the weights' amax (E,) is last.
     """
     _check(input_SK.data, counts, weights, formats)
     results: list[Tensor] = _output_op(input_SK, counts, weights, formats, out_dtype, keeps_columns)
@@ -75,6 +76,18 @@ def quantize_gradients(values_ENK: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     """
     codes_ENK, scales = _quantize_op(values_ENK, dtype)
     return codes_ENK, scales[:, 0]
+
+
+def amax_of_runs(values_SN: Tensor, counts: list[int]) -> Tensor:
+    """Return the largest magnitude of each run, fp32 (E,); 0 without rows."""
+    amax_E: Tensor = _amax_op(values_SN.detach(), counts)
+    return amax_E
+
+
+def amax_of_each(matrices: list[Tensor]) -> Tensor:
+    """Return the largest magnitude of each of some matrices of one shape and dtype, fp32 (E,)."""
+    amax_E: Tensor = _each_op([matrix.detach() for matrix in matrices])
+    return amax_E
 
 
 def sum_runs(values_SN: Tensor, counts: list[int]) -> Tensor:
@@ -145,6 +158,14 @@ _gradients_op = define(
     _fake_gradients,
 )
 _quantize_op = define("quantize_gradients(Tensor values_ENK, ScalarType dtype) -> (Tensor, Tensor)", _fake_quantized)
+_amax_op = define(
+    "amax_of_runs(Tensor values_SN, int[] counts) -> Tensor",
+    lambda values, counts: values.new_empty(len(counts), dtype=torch.float32),
+)
+_each_op = define(
+    "amax_of_each(Tensor[] matrices) -> Tensor",
+    lambda matrices: matrices[0].new_empty(len(matrices), dtype=torch.float32),
+)
 _sum_op = define(
     "sum_runs(Tensor values_SN, int[] counts) -> Tensor",
     lambda values, counts: values.new_empty((len(counts), values.shape[1])),

@@ -35,7 +35,7 @@ def grouped_output(
     keeps_columns: bool,
 ) -> list[Tensor]:
     """See the op."""
-    data, scales, _ = input
+    data, scales, known = input
     amaxes: Any = weights.amaxes
     found = []
     if not weights.dequant_scales and not amaxes:
@@ -49,7 +49,7 @@ def grouped_output(
             continue
         weight = _weight(weights._replace(amaxes=amaxes), expert, formats, turns=formats.is_transposed)
         keeps = "columns" if keeps_columns and scales is None else "nothing"
-        rows = Operand(run, None if scales is None else scales[expert])
+        rows = Operand(run, *(None if part is None else part[expert] for part in (scales, known)))
         output, *kept = _run_output(rows, weight, formats, out_dtype, keeps)
         outputs.append(output)
         columns.append(kept or (run.t(), rows.dequant_scale))
@@ -76,7 +76,7 @@ def grouped_gradients(
     *dtypes: torch.dtype,
 ) -> list[Tensor]:
     """See the op."""
-    data, scales, _ = grad_output
+    data, scales, known = grad_output
     stored = weights.data[0].shape
     num_in = stored[0 if formats.is_transposed else 1]
     grads_input = []
@@ -85,7 +85,8 @@ def grouped_gradients(
         if not len(run):
             continue
         scale = None if scales is None else scales[expert]
-        rows = Operand(run.t() if scale is not None and sides == "columns" else run, scale)
+        amax = None if known is None else known[expert]
+        rows = Operand(run.t() if scale is not None and sides == "columns" else run, scale, amax)
         columns = Operand(run.t(), scale) if scale is not None and sides == "both" else None
         input = None
         if input_columns is not None:
@@ -110,6 +111,16 @@ def quantize_gradients(values_ENK: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
         made, scales[expert, 0] = reference.quantize_gradient(values, dtype)
         codes[expert].view(torch.uint8).copy_(made.view(torch.uint8))
     return codes, scales
+
+
+def amax_of_runs(values_SN: Tensor, counts: list[int]) -> Tensor:
+    """See the op."""
+    return torch.stack([reference.compute_amax(run, ScaleKind.TENSOR) for run in values_SN.split(counts)])
+
+
+def amax_of_each(matrices: list[Tensor]) -> Tensor:
+    """See the op."""
+    return torch.stack([reference.compute_amax(matrix, ScaleKind.TENSOR) for matrix in matrices])
 
 
 def sum_runs(values_SN: Tensor, counts: list[int]) -> Tensor:

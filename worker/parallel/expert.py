@@ -7,8 +7,9 @@ other, so it has the bits of that process. Its gradient is the sum over the rank
 their number; replicas of the expert average it.
 
 Inputs, and gradients of outputs, travel in codes where the experts take these with one scale of the present tensor: the ranks
-agree on each expert's amax first, and so hold the codes that one process would make. They travel as values where experts are
-multiplied one by one (`fp8/grouped.py`), and as gradients of experts with a bias. Outputs and gradients of inputs are values.
+agree on each expert's amax first, and so hold the codes that one process would make. They travel as values with windows of
+past steps, where experts are multiplied one by one (`fp8/grouped.py`), and as gradients of experts with a bias. Outputs and
+gradients of inputs are values.
 
 Shape suffixes: S this rank's pairs of a token and an expert, X those of all ranks for the experts here, K features, E experts
 of the mixture, R ranks.
@@ -157,7 +158,7 @@ class ExpertsOnRanks(ExpertsForward):
     def _agree(self, input_SK: Tensor, expert_S: Tensor) -> "Rows":
         """Return what all ranks send and receive in a pass. The host waits for the device."""
         num_experts = len(self.up)
-        inputs, grads = self.up.are_grouped, self.down.are_grouped and not _has_bias(self.down)
+        inputs, grads = self.up.take_codes, self.down.take_codes and not _has_bias(self.down)
         amax_E = _amax_by_expert(input_SK, expert_S, num_experts) if inputs else input_SK.new_zeros(num_experts)
         num_E = torch.bincount(expert_S, minlength=num_experts)
         are_in_codes = torch.tensor([inputs, grads], dtype=torch.float32).to(num_E.device, non_blocking=True)

@@ -165,6 +165,8 @@ def grouped_calls(x_SK: Tensor, sides: str) -> Iterator[tuple[Any, tuple[Any, ..
     yield ops.grouped_gradients, (grad_SN, None, None, counts, *nothing, *held[1], LinearFormats().text, "rows", *dtypes)
     yield ops.quantize_gradients, (torch.stack(weights), E4M3)
     yield ops.sum_runs, (grad_SN, counts)
+    yield ops.amax_of_runs, (grad_SN, counts)
+    yield ops.amax_of_each, (weights,)
 
 
 def attention_calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:

@@ -12,7 +12,14 @@ from octet.worker.kernels.cuda.gates import activate, activate_backward
 from octet.worker.kernels.cuda.gemm import matmul
 from octet.worker.kernels.cuda.gradient_norms import clip_, norms, total_norm
 from octet.worker.kernels.cuda.gradients import accumulate_, clamp_, mean_of_shards
-from octet.worker.kernels.cuda.grouped import grouped_gradients, grouped_output, quantize_gradients, sum_runs
+from octet.worker.kernels.cuda.grouped import (
+    amax_of_each,
+    amax_of_runs,
+    grouped_gradients,
+    grouped_output,
+    quantize_gradients,
+    sum_runs,
+)
 from octet.worker.kernels.cuda.known_scale import complete
 from octet.worker.kernels.cuda.measurement import measure
 from octet.worker.kernels.cuda.normalization import normalize
@@ -32,6 +39,8 @@ __all__ = [
     "activate_backward",
     "activate_operand",
     "all_finite",
+    "amax_of_each",
+    "amax_of_runs",
     "clamp_",
     "clip_",
     "complete",

@@ -304,12 +304,13 @@ def _amax(
 
 
 def _quantize_runs(
-    x_SK: Tensor, runs: _Runs, dtype: torch.dtype, margin: int, sides: str
+    x_SK: Tensor, runs: _Runs, dtype: torch.dtype, margin: int, sides: str, amax_E: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Return codes (S, K) and (K, P), None if not among sides, and scales (E,). x: values, or codes to be laid out (K, P)."""
     is_fp8, num_columns, device = x_SK.dtype in _FP8, x_SK.shape[1], x_SK.device
     x_SK = x_SK.contiguous()
-    amax_E = None if is_fp8 else _amax(x_SK, None, runs, len(runs.counts), runs.num_rows, num_columns, is_aligned=True)
+    if amax_E is None and not is_fp8:
+        amax_E = _amax(x_SK, None, runs, len(runs.counts), runs.num_rows, num_columns, is_aligned=True)
     codes = None if sides == "columns" else torch.empty(x_SK.shape, dtype=dtype, device=device)
     codes_t = None if sides == "rows" else torch.empty(num_columns, runs.width, dtype=dtype, device=device)
     scales_E = torch.ones(len(runs.counts), dtype=torch.float32, device=device)  # of runs without rows too
@@ -367,14 +368,14 @@ def grouped_output(
     keeps_columns: bool,
 ) -> list[Tensor]:
     """See the twin. Five launches, or six if the weights are values whose amaxes have to be found; tables are sent besides."""
-    data, scales, _ = input
+    data, scales, known = input
     runs, held = _Runs(counts, data.device), _Weights(weights, data.device)
     found = [held.find_amax()] if not weights.dequant_scales and not weights.amaxes else []
     codes: Tensor | None = data
     columns, own_scales = None, scales
     if scales is None:
         codes, columns, own_scales = _quantize_runs(
-            data, runs, formats.input.dtype, formats.margin, "both" if keeps_columns else "rows"
+            data, runs, formats.input.dtype, formats.margin, "both" if keeps_columns else "rows", known
         )
     elif keeps_columns:
         _, columns, _ = _quantize_runs(data, runs, data.dtype, 0, "columns")
@@ -397,12 +398,12 @@ def grouped_gradients(
     *dtypes: torch.dtype,
 ) -> list[Tensor]:
     """See the twin. Six launches for both sides."""
-    data, scales, _ = grad_output
+    data, scales, known = grad_output
     runs, held, gradients = _Runs(counts, data.device), _Weights(weights, data.device), []
     rows: Tensor | None = data
     columns, own_scales = None, scales
     if scales is None:
-        rows, columns, own_scales = _quantize_runs(data, runs, formats.grad_output.dtype, formats.margin, sides)
+        rows, columns, own_scales = _quantize_runs(data, runs, formats.grad_output.dtype, formats.margin, sides, known)
     elif sides != "rows":
         _, columns, _ = _quantize_runs(data, runs, data.dtype, 0, "columns")
     assert own_scales is not None
@@ -414,7 +415,7 @@ def grouped_gradients(
         assert columns is not None
         assert input_columns is not None
         assert input_columns.dequant_scale is not None
-        (a, a_scales), (b, b_scales) = (columns, own_scales), input_columns[:2]
+        (a, a_scales), (b, b_scales) = (columns, own_scales), (input_columns.data, input_columns.dequant_scale)
         if formats.is_transposed:
             (a, a_scales), (b, b_scales) = (b, b_scales), (a, a_scales)
         num_rows, num_columns = held.shape
@@ -444,6 +445,17 @@ def quantize_gradients(values_ENK: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
         FORMAT_NAMES[dtype], 0, False, True, False, False, True, 16, True, False, AMAX_STRIDE, tile_m, tile_n,
     )  # fmt: skip
     return codes, scales
+
+
+def amax_of_runs(values_SN: Tensor, counts: list[int]) -> Tensor:
+    """See the twin. Two launches."""
+    runs = _Runs(counts, values_SN.device)
+    return _amax(values_SN.contiguous(), None, runs, len(counts), runs.num_rows, values_SN.shape[1], is_aligned=True)
+
+
+def amax_of_each(matrices: list[Tensor]) -> Tensor:
+    """See the twin. Two launches, and a table."""
+    return _Weights(Operands(matrices, [], []), matrices[0].device).find_amax()
 
 
 def sum_runs(values_SN: Tensor, counts: list[int]) -> Tensor:
