@@ -4,8 +4,8 @@ A program is one tile of one matrix. Of runs it finds its own by the prefix sum 
 anywhere, and a table has their addresses. Tiles and warps are those of single products (`gemm.py`, `quantization.py`), for an
 H200, and not measured there.
 
-torch's `scaled_grouped_mm` is not used: on Hopper it takes E4M3 with E4M3 alone, with scales of rows, and writes bf16, so the
-backward pass would need the kernels below all the same (`_scaled_grouped_mm_cuda_v2`, ScaledGroupedBlas.cpp of torch 2.11).
+torch's `scaled_grouped_mm` is not used: on Hopper it takes E4M3 with E4M3 alone, with scales of rows, and writes bf16
+(`_f8_f8_bf16_rowwise_grouped_mm_cuda`), so E5M2 gradients would need the kernels below all the same.
 
 Shape suffixes: E runs and weights, S rows of all runs, P columns of padded runs, see `worker/kernels/grouped.py`.
 """
