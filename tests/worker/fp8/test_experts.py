@@ -300,3 +300,35 @@ def test_loads_are_counted() -> None:
     metrics.observe_experts(loads)
     found = {labels: value for family, labels, value in metrics.read() if family.name == "octet_expert_load_ratio"}
     assert found == {("fewest",): 0.0, ("most",): max(most for _, most in loads)}
+
+
+@pytest.mark.parametrize("level", ["te", "O2", "O3"])
+def test_biases_transposed_weights_and_micro_batches(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-OSS has both. Its experts together have the bits of one after another, added up too, and frozen in part."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
+
+    torch.set_num_threads(1)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_local_experts": NUM_EXPERTS}
+    found: list[list[Tensor]] = []
+    for together in (True, False):
+        made: Any = GptOssExperts(GptOssConfig(**sizes, experts_implementation="eager"))
+        generator = torch.Generator().manual_seed(3)
+        for parameter in made.parameters():
+            nn.init.normal_(parameter, std=0.2, generator=generator)
+        model, _ = initialize(made, None, level, statistics_every=0)
+        assert model.gate_up_proj.are_grouped
+        if not together:
+            monkeypatch.setattr("octet.worker.fp8.experts.are_grouped", lambda _layers: False)
+        results = []
+        for step in range(2):
+            tokens, index, weights = routing("an empty expert", step)
+            output = model(tokens.requires_grad_(), index, weights.requires_grad_())
+            (output * torch.linspace(-1, 1, WIDTH)).sum().backward()
+            results += [output.detach(), tokens.grad, weights.grad, *(p.grad + 0 for p in model.parameters())]
+        model.down_proj.requires_grad_(False)
+        tokens, *chosen = routing("skewed")
+        model(tokens.requires_grad_(), *chosen).sum().backward()
+        with torch.no_grad():
+            results += [tokens.grad, model(*routing("skewed"))]
+        found.append([each for each in (*results, *model.buffers()) if each.numel()])
+    assert all(torch.equal(one.nan_to_num(-9), other.nan_to_num(-9)) for one, other in zip(*found, strict=True))
