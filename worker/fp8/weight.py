@@ -26,6 +26,7 @@ from octet.worker.fp8 import collectives
 from octet.worker.fp8.weights import EncodedWeight, amax_of, decode_values, encode_values
 from octet.worker.kernels.formats import E4M3, FP16, Format
 from octet.worker.kernels.torch_private import (
+    base_of,
     correct_aliasing,
     disabled_torch_function,
     is_functionalized,
@@ -88,6 +89,16 @@ class WeightState:
         for entry in tuple(self.entries):
             entry.take_back(self)
 
+    def check_has_own_memory(self) -> None:
+        """Raise ValueError before a write that another tensor, whose memory the weight would share in torch, does not see."""
+        if any(entry.is_data for entry in self.entries):
+            raise ValueError(
+                f"a weight of shape {tuple(self.codes.shape)} is written that `data = …` moved into a part of another tensor, "
+                "which would not change: codes have memory of their own. Allowed: data = part.clone(), writes into the other "
+                "tensor, and ZeroRedundancyOptimizer without parameters_as_bucket_view=True; octet.parallelize(model, "
+                "optimizer, zero_stage=1) divides an optimizer's states."
+            )
+
     def values(self, dequant_scale: Tensor) -> Tensor:
         """Return the fp32 values of the whole weight, as precisely as this process holds them all; maybe `wide` itself."""
         if self.wide is not None:
@@ -111,11 +122,12 @@ class Entry:
     """The values of a weight in somebody's state dict, which torch's users may write: timm's averages do.
 
     A write is found by the tensor's version: when the weight is read or written, when its layer multiplies, and when the entry
-    is released.
+    is released. A tensor that a weight was moved into, by `data = part of it`, is an entry too: torch lets both share memory.
     """
 
-    def __init__(self, weight: "Float8Weight", values: Tensor, owner: Tensor | None = None) -> None:
-        """owner: the tensor that people hold, if the values are a part of it."""
+    def __init__(self, weight: "Float8Weight", values: Tensor, owner: Tensor | None = None, *, is_data: bool = False) -> None:
+        """owner: the tensor that people hold, if the values are a part of it. is_data: the weight was moved into it."""
+        self.is_data = is_data
         self.values, self.numbers = values.detach(), (weight.dequant_scale, weight.values_amax)
         self.versions = version_of(self.values), version_of(weight.state.codes)
         state = weakref.ref(weight.state)
@@ -316,7 +328,13 @@ class Float8Weight(Tensor):
                 f"a weight of shape {tuple(self.shape)} got data of {tuple(values.shape)}; allowed: the same shape, since its "
                 "codes keep their memory. Assign a new parameter to the layer instead."
             )
+        self.state.entries = [entry for entry in self.state.entries if not entry.is_data]
+        owner = None if type(values) is Float8Weight else base_of(values)
+        is_alike = owner is not None and (values.dtype, values.device) == (self.dtype, self.device)
+        is_moved = is_alike and torch.equal(self.dequantize(), values)  # into a part of its owner, with the values that it has
         self.detach().copy_(values)
+        if is_moved:
+            self.state.entries.append(Entry(self, values, owner, is_data=True))
 
     def data_ptr(self) -> NoReturn:
         """Raise: values have no address."""
@@ -546,6 +564,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for weight in _weights_in((args, kwargs)):
         if weight.state.entries:
             weight.state.take_back()
+            if any(weight is written for written in _weights_in(_written(func, args, kwargs))):
+                weight.state.check_has_own_memory()
     if func in _ON_PARTS:
         result = _ON_PARTS[func](func, *args, **kwargs)
         if result is not NotImplemented:
@@ -606,11 +626,18 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _run_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a collective on values, wait, and encode what it has written to nearest: ranks with the same values agree."""
+    """Run a collective on values, wait, and encode what it has written to nearest: ranks with the same values agree.
+
+    Values that the codes round are kept, too: they may be steps of an optimizer on another rank.
+    """
     decoded = _Decoded(list(_weights_in(collectives.written_by(func, args, kwargs))))
 
     def encode(weight: Float8Weight) -> None:
-        _encode_base(weight, decoded.bases[id(weight.state)], is_finished=True)
+        state, values = weight.state, decoded.bases[id(weight.state)]
+        _encode_base(weight, values, is_finished=True)
+        if state.wide is None and not is_functionalized(state.codes):
+            is_exact = torch.equal(state.values(weight.dequant_scale), values)
+            state.wide = None if is_exact else values
 
     return collectives.run_collective(func, args, kwargs, decoded.decode, encode)
 

@@ -154,6 +154,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that a tensor is a view of, whose memory who assigns the view to `data` may want to share."""
+    return tensor._base
+
+
 def key_of_storage(storage: Any) -> int:
     """Return a number that two storages share if they are the same memory. An address would not do: fake tensors have none."""
     key: int = storage._cdata  # not int(…), which Dynamo cannot trace

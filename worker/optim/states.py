@@ -371,6 +371,7 @@ class OptimizerStates(torch.optim.Optimizer):
         if not state:
             return
         if weight is not None:
+            weight.weight.state.check_has_own_memory()
             self._follow_writes(parameter)
         held = state[next(iter(self.rule.state_codecs))]["codes"]
         if self.host_states is None and held.device != parameter.device:

@@ -166,6 +166,14 @@ def version_of() -> None:
     assert private.version_of(tensor) == before + 1
 
 
+def base_of() -> None:
+    """A base is not kept alive by parts that `detach` returns, so a flat copy that nobody keeps is not one."""
+    tensor = torch.ones(4)
+    part = tensor[1:3]
+    assert private.base_of(part) is tensor
+    assert private.base_of(part.detach()) is private.base_of(tensor) is None
+
+
 def key_of_storage() -> None:
     tensor = torch.ones(4)
     keys = [private.key_of_storage(each.untyped_storage()) for each in (tensor, tensor[2:], tensor.clone())]
@@ -269,7 +277,8 @@ CHECKS: dict[str, Callable[[], None]] = {
         *(make_wrapper_subclass, parameters, restore_hooks, correct_aliasing, raise_for_raw_pointers, schema_of),
         *(let_foreach_take, is_traceable_wrapper_subclass, trees),
         *(foreach, scaled_mm, in_shape),
-        *(num_modes, transforms, backward_pass, call_after_backward, version_of, key_of_storage, hooks_after_accumulation),
+        *(num_modes, transforms, backward_pass, call_after_backward),
+        *(version_of, base_of, key_of_storage, hooks_after_accumulation),
         *(compiler, inductor, flight_recorder_dumps, wait_for),
         *(optimizer_hooks, of_an_optimizers_class, scheduler, leave_the_compiler_unloaded),
     )
