@@ -127,7 +127,13 @@ class ShardedBlock:
     ) -> None:
         """index: of the block in the model, from 0; None for an end."""
         self.blocks, self.index, self.module, self.weights = blocks, index, module, weights
-        self.parameters = [parameter for part in weights for parameter in part.bucket.parameters]
+        self.parameters = frozenset(parameter for part in weights for parameter in part.bucket.parameters)
+        self._places = [
+            (layer, name, parameter)
+            for layer in module.modules()
+            for name, parameter in layer._parameters.items()
+            if parameter in self.parameters
+        ]
         self._call = _GatheringCall(self, module._compiled_call_impl or module._call_impl)
         module._compiled_call_impl = self._call
         module.register_load_state_dict_pre_hook(self._before_loading)
@@ -147,6 +153,17 @@ class ShardedBlock:
         self.start()
         for part in self.weights:
             part.bind()
+
+    def check_ties(self) -> None:
+        """Raise ValueError if a layer holds a parameter that was divided as another block's: this one does not gather it."""
+        for layer, name, parameter in self._places:
+            held: Any = layer._parameters.get(name)
+            if held is not parameter and held in self.blocks.parameters and held not in self.parameters:
+                raise ValueError(
+                    f"{name} of a {type(layer).__name__} is tied to a weight of another block after the model was made "
+                    "parallel at ZeRO stage 3, which gathers each block's own; allowed: ties that are made before. Tie them "
+                    "before parallelize."
+                )
 
     def release(self) -> None:
         """Free all but this rank's share."""
@@ -247,6 +264,7 @@ class _GatheringCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block
+        block.check_ties()
         block.gather()
         if backward_pass() != -1:  # a checkpoint computes it again: its backward pass follows, and frees it
             return self.call(*args, **kwargs)

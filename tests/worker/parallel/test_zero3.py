@@ -257,6 +257,15 @@ def refusals(axis: Axis) -> dict[str, str]:
         "copy": refusal_of(lambda: copy.deepcopy(parallel.model.blocks)),
         "flat": refusal_of(lambda: parallel_on(axis, "O3", 3)),
     }
+    untied, tokens_BT = network("llama"), torch.zeros(1, 16, dtype=torch.int64)
+    untied, optimizer = initialize(untied, torch.optim.AdamW(untied.parameters()), "O2")
+    divided = Parallel(untied, optimizer, Axes.of_data(axis), zero_stage=3)
+    untied.head.weight = untied.token_embedding.weight
+    said["tied ends"] = refusal_of(lambda: divided.model.loss({"tokens": tokens_BT, "targets": tokens_BT}))
+    own = parallel.model.blocks[1].up.weight
+    parallel.model.blocks[1].up.weight = parallel.model.blocks[0].up.weight
+    said["tied blocks"] = refusal_of(lambda: loss_of(parallel.model, axis.rank, 0, 0))
+    parallel.model.blocks[1].up.weight = own
     parallel.model.blocks[1]._compiled_call_impl = parallel.model.blocks[1]._call_impl  # all that torch's compile() sets
     return said | {"compiled": refusal_of(parallel.publish)}
 
@@ -440,6 +449,8 @@ def test_what_cannot_work_is_refused_with_what_to_do(results: list[Result]) -> N
     assert "allowed: copies of models that hold them" in said["copy"]
     assert "repeats no blocks" in said["flat"]
     assert "Compile it before parallelize" in said["compiled"]
+    assert "is tied to a weight of another block after" in said["tied blocks"]
+    assert "Tie them before parallelize" in said["tied ends"]
 
 
 def test_what_blocks_share_and_what_is_frozen_stays_whole() -> None:
