@@ -289,11 +289,14 @@ def _picked(args: Sequence[Any], indices: list[int]) -> list[Any]:
     return [[arg[index] for index in indices] if isinstance(arg, list | tuple) and arg else arg for arg in args]
 
 
-def _map_codes(op: Callable[[Tensor], Tensor]) -> Handler:
-    def on_codes(gradient: Float8Gradient, **_options: Any) -> Float8Gradient:
-        return Float8Gradient(op(gradient.codes), op(gradient.dequant_scale), gradient.position)
+def _detach(gradient: Float8Gradient) -> Float8Gradient:
+    return Float8Gradient(gradient.codes.detach(), gradient.dequant_scale.detach(), gradient.position)
 
-    return on_codes
+
+def _clone(gradient: Float8Gradient, *, memory_format: Any = None) -> Tensor:
+    """Return a snapshot as a plain tensor: torch's SGD keeps one as its momentum, which codes would round at each step."""
+    values = gradient.dequantize()
+    return values if memory_format in (None, torch.preserve_format) else values.contiguous(memory_format=memory_format)
 
 
 def _add_(gradient: Float8Gradient, other: Any, *, alpha: float = 1.0) -> Any:
@@ -421,8 +424,8 @@ _PRODUCTS = (
     aten._foreach_neg_.default,
 )  # fmt: skip
 _ON_CODES: dict[Any, Handler] = {
-    aten.detach.default: _map_codes(Tensor.detach),
-    aten.clone.default: _map_codes(Tensor.clone),
+    aten.detach.default: _detach,
+    aten.clone.default: _clone,
     aten.add_.Tensor: _add_,
     aten.sub_.Tensor: _sub_,
     **{op: _on_scale(op) for op in (aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default)},
