@@ -20,7 +20,10 @@ from tests.kit.ranks import run_ranks, saved_by_ranks
 from tests.kit.small_model import Small, make
 from tests.worker.prepare.test_user_parameters import READS, ROUNDING, WRITES, Result
 
-LEVELS = ("O2", "O3", "O3-split")
+LEVELS = [
+    *("O2", "O3", "O3-split"),
+    *(pytest.param(level, marks=pytest.mark.matrix) for level in ("bf16-amp", "te", "O1", "O2-8bit")),
+]
 COARSE = ("O3", "O3-split")
 CODES_OF_E4M3 = 0.04
 """Largest relative error of a whole weight's E4M3 codes."""
@@ -94,19 +97,21 @@ def act(name: str, level: str, stage: int) -> dict[str, Any]:
     return found
 
 
-def on_ranks(rank: int, port: int, folder: str) -> None:
+def on_ranks(rank: int, port: int, folder: str, levels: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    found = {f"{name} {level} 1": act(name, level, 1) for level in LEVELS for name in ACTIONS}
-    found |= {f"{name} {level} 2": act(name, level, 2) for level in LEVELS for name in AT_ZERO_2}
+    found = {f"{name} {level} 1": act(name, level, 1) for level in levels for name in ACTIONS}
+    found |= {f"{name} {level} 2": act(name, level, 2) for level in levels for name in AT_ZERO_2}
     torch.save(found, Path(folder, f"{rank}.pt"))
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Each rank's results at the levels of the selected tests."""
     folder = tmp_path_factory.mktemp("user-parameters")
-    run_ranks(on_ranks, (free_port(), str(folder)), 2)
+    own = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    run_ranks(on_ranks, (free_port(), str(folder), sorted({item.callspec.params["level"] for item in own})), 2)
     return saved_by_ranks(folder, 2)
 
 
