@@ -1,11 +1,13 @@
 """Write a trained model as a Hugging Face checkpoint: bf16 or fp32 values, or FP8 codes that stay as they were trained."""
 
 import json
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from octet.worker.fp8.bf16 import HalfLinear
@@ -58,6 +60,7 @@ def export(
     strategy: of FP8 scales: "tensor", "channel" or "block"; by default that in which the level holds or multiplies the weight.
     form: the layout of FP8 weights, and what a server does with activations.
     Apart from the model this holds one weight in fp32 and one file's tensors (1 GiB) at a time.
+    Where ranks divide the model all of them call it together; rank 0 writes, and the others write nothing.
     E4M3 codes are written byte for byte with their scale under the default strategy; the rest is quantized from the finest
     values.
 
@@ -65,7 +68,9 @@ def export(
     """
     folder = Path(folder)
     layout = layout_of_model(model, in_fp8=format == "fp8")
-    check_new(folder)
+    is_writer = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    if is_writer:
+        check_new(folder)
     check_form(model, format, strategy, form)
     if (form.activations == "static") != bool(form.input_scales):
         raise ValueError(
@@ -84,6 +89,9 @@ def export(
             lambda name, tensor: (layout.rename(name), layout.to_file(name, _cast(tensor, name, dtype))),
         )
         extra = {"dtype": _name(dtype)}
+    if not is_writer:
+        deque(tensors, maxlen=0)  # takes part in what ranks read together
+        return folder
     with new_folder(folder) as unfinished:
         _write(model, tensors, unfinished, layout, extra)
     return folder

@@ -5,14 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
+from octet import export, initialize, parallelize
 from octet.api_schemas.layout import Layout
 from octet.worker import plain_state_dict
 from octet.worker.common.config import RankEnv
 from octet.worker.fp8.weight import Float8Weight
 from octet.worker.mesh import Axes, Mesh
 from tests.kit.ports import free_port
+from tests.kit.pretrained_models import their_llama
 from tests.kit.ranks import run_ranks
 from tests.worker.parallel.reference import DeepNet, parallel_on, step_on_ranks
 from tests.worker.parallel.tensor_runs import make
@@ -76,17 +80,53 @@ def test_state_dicts_hold_the_same_and_are_loaded(results: list[dict[Any, Any]],
         assert_equal(held["again"], held["plain"])
 
 
-def work_on_shards(rank: int, port: int) -> None:
+def exported(model: Any, optimizer: Any, folder: Path) -> dict[str, Tensor]:
+    """Export in fp32 on all ranks together; return what is in the file on the rank that writes it."""
+    export(model, optimizer, folder, format="fp32")
+    return load_file(folder / "model.safetensors") if dist.get_rank() == 0 else {}
+
+
+def export_at_each_stage(rank: int, port: int, folder: str) -> None:
+    """Export a Llama on one process, then divided; and after a step, where the file holds what the state dict has."""
+    torch.set_num_threads(1)
+    with Mesh(RankEnv(rank=rank, world_size=2, master_port=port), torch.device("cpu")):
+        for level in ("te", *LEVELS):
+            for stage in (0, 1, 2, 3):
+                model = their_llama()
+                model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), level)
+                own = Path(folder, f"{level}-{stage}")
+                own.mkdir(exist_ok=True)
+                alone = exported(model, optimizer, own / "alone")
+                parallel = parallelize(model, optimizer, zero_stage=stage)
+                assert_equal(exported(model, parallel.optimizer, own / "divided"), alone)
+                ids = torch.arange(32).view(2, 16) + rank
+                parallel.model(input_ids=ids, labels=ids).loss.backward()
+                parallel.optimizer.step()
+                stepped, state = exported(model, parallel.optimizer, own / "stepped"), plain_state_dict(model)
+                assert_equal(stepped, {name: state[name] for name in stepped})
+                assert not any(torch.equal(stepped[name], alone[name]) for name in stepped)
+
+
+@pytest.mark.system
+def test_ranks_export_what_one_process_exports(tmp_path: Path) -> None:
+    run_ranks(export_at_each_stage, (free_port(), str(tmp_path)), 2)
+
+
+def work_on_shards(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     env = RankEnv(rank=rank, world_size=2, master_port=port)
     layout = Layout(2, tensor=2)
     with Mesh(env, torch.device("cpu"), layout) as mesh:
         axes = Axes.of_layout(layout, rank, mesh.device)
         for level in LEVELS[:3]:
-            parallel, (whole, _) = tensor_parallel_on(axes, "llama", level, 0), make("llama", level)
+            parallel, (whole, optimizer) = tensor_parallel_on(axes, "llama", level, 0), make("llama", level)
             assert any(type(parameter) is Float8Weight for parameter in parallel.shards.cuts)
             assert_equal(plain_state_dict(parallel.model), plain_state_dict(whole))
+            own = Path(folder, level)
+            own.mkdir(exist_ok=True)
+            divided = exported(parallel.model, parallel.optimizer, own / "divided")
+            assert_equal(divided, exported(whole, optimizer, own / "alone"))
 
 
-def test_shards_are_joined() -> None:
-    run_ranks(work_on_shards, (free_port(),), 2)
+def test_shards_are_joined(tmp_path: Path) -> None:
+    run_ranks(work_on_shards, (free_port(), str(tmp_path)), 2)
