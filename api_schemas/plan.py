@@ -17,12 +17,11 @@ from octet.api_schemas.devices import DEVICES
 from octet.api_schemas.job import JobSpec
 from octet.api_schemas.job_plan import JobPlan, StepRange, Verdict
 from octet.api_schemas.levels import AUTOMATIC, LEVELS
-from octet.api_schemas.measured import Bytes
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.huggingface import CountedSizes, HuggingFaceSizes, HuggingFaceSpec, NetworkShapes
 from octet.api_schemas.nccl_buffers import nccl_bytes
+from octet.api_schemas.peak import PEAK_CLASSES, Peak
 from octet.api_schemas.planned_states import (
-    CLASSES,
     NotPlanned,
     States,
     exchanged_of_experts,
@@ -31,6 +30,7 @@ from octet.api_schemas.planned_states import (
     why_left,
 )
 from octet.api_schemas.precision import LevelName
+from octet.api_schemas.preset_peaks import preset_peak
 from octet.api_schemas.problem import explain
 from octet.api_schemas.resources import PoolConfig
 from octet.api_schemas.step_floor import StepFloor, step_floor
@@ -43,8 +43,6 @@ CONTEXT_BYTES = 700_000_000
 SMALL_BYTES = 1 << 20
 """A trace rounds each tensor up as CUDA's allocator does, by up to 511 bytes, which in tiny models is more than the tensors."""
 FP8_CAPABILITY = (8, 9)
-PEAK_CLASSES = (*CLASSES, "activations", "logits", "communication", "temporary")
-"""Classes of the bytes at a step's peak: those of `memory_report`, and four of tensors that are freed within the step."""
 TRACED_FAMILIES = ("gpt", "llama", "huggingface", "roberta", "deit", "swin")
 ONLY_STATES = "only states: name the level to trace its peak"
 
@@ -58,31 +56,6 @@ class PlanRequest(Contract):
         max_length=len(LEVELS),
         description="default: states of every level, and the peak of the job's own, or of auto's choices",
     )
-
-
-class PeakLine(Contract):
-    """A moment of the step. Its bytes are base + growth · (micro-batch / the job's micro-batch)."""
-
-    base: int
-    growth: int
-
-
-class Peak(Contract):
-    """The most bytes of tensors that are alive at once in an eager step, counted on fake tensors."""
-
-    bytes: Bytes
-    by_class: dict[str, int] = Field(description=f"alive at the peak: {', '.join(PEAK_CLASSES)}")
-    before: Bytes = Field(description="alive between steps")
-    held: dict[str, int] = Field(description="by class at the update, as octet.worker.memory_report counts them")
-    by_micro_batch: tuple[PeakLine, ...]
-    exchanged: dict[str, dict[str, dict[str, int]]] = Field(
-        default_factory=dict, description="bytes sent in a step but to replicas, by axis, collective and dtype"
-    )
-
-    def largest_micro_batch(self, micro_batch_size: int, most_bytes: int) -> int:
-        """Return the most sequences of a pass with which no moment takes more bytes."""
-        sizes = [(most_bytes - line.base) * micro_batch_size // line.growth for line in self.by_micro_batch if line.growth > 0]
-        return max(0, min(sizes, default=0))
 
 
 class TraceRequest(Contract):
@@ -269,8 +242,8 @@ def why_not_traced(job: JobSpec) -> str | None:
     """Return why a job's step does not run on a fake GPU, at whatever level it is; None if it does."""
     if job.model.family not in TRACED_FAMILIES:
         return f"steps of family {job.model.family} are not traced; those of {', '.join(TRACED_FAMILIES)} are"
-    if job.precision.is_resolved and job.precision.storage.engine != "octet":
-        return f"level {job.precision.level} runs {job.precision.storage.engine}'s layers, not traced yet"
+    if job.parallelism.expert > 1:
+        return "steps of expert ranks are not traced: which tokens they exchange depends on values"
     return None
 
 
@@ -287,11 +260,15 @@ def ranks_to_trace(job: JobSpec) -> tuple[int, ...]:
 
 
 def traces_of(found: Sequence[Candidate]) -> list[TraceRequest]:
-    """Return the requests to the planner's process. Their ids are the candidates' indices and the ranks of the pipeline."""
+    """Return the requests to the planner's process, for peaks that are not shipped.
+
+    Their ids are the candidates' indices and the ranks of the pipeline.
+    """
     return [
         TraceRequest(id=f"{index}.{rank}", job=candidate.spec, pipeline_rank=rank)
         for index, candidate in enumerate(found)
         if candidate.spec is not None and candidate.wants_peak and why_not_traced(candidate.spec) is None
+        if preset_peak(candidate.spec) is None
         for rank in ranks_to_trace(candidate.spec)
     ]
 
@@ -339,6 +316,8 @@ def _row(
     spec = candidate.spec
     if spec is None:
         return row.model_copy(update={"possible": False})
+    if not replies and (shipped := preset_peak(spec)) is not None:
+        replies = {0: TraceReply(id="shipped", peak=shipped)}
     missing = next((reply.reason for reply in replies.values() if reply.peak is None), None)
     sizes = sizes_with(spec, next((reply.network for reply in replies.values()), None) or network)
     try:

@@ -10,10 +10,9 @@ from octet.api_schemas import JobSpec
 from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.levels import AUTOMATIC, LEVELS
 from octet.api_schemas.nccl_buffers import nccl_bytes
+from octet.api_schemas.peak import Peak, PeakLine
 from octet.api_schemas.plan import (
     FRAGMENTATION,
-    Peak,
-    PeakLine,
     PlanRequest,
     PlanRow,
     TraceReply,
@@ -40,7 +39,7 @@ def job(level: str = "O2", workers: int = 1, **parts: Any) -> JobSpec:
         "model": {"preset": "gpt-125m"},
         "precision": {"level": level},
         "data": {"source": "tokens", "path": "/data"},
-        "training": {"steps": 1, "global_batch_size": 8 * workers, "sequence_length": 1024},
+        "training": {"steps": 1, "global_batch_size": 8 * workers, "sequence_length": 512},
         "resources": {"pool": "gpu", "workers": workers},
     }
     return JobSpec.model_validate(document | parts)

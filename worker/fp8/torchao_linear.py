@@ -28,6 +28,6 @@ def torchao_converter(precision: PrecisionSpec, device: torch.device) -> Callabl
         Float8LinearConfig.from_recipe_name(precision.torchao_recipe),
         pad_inner_dim=options.pad_inner_dim,
         enable_fsdp_float8_all_gather=options.fsdp_float8_all_gather,
-        emulate=device.type != "cuda",
+        emulate=device.type == "cpu",
     )
     return lambda linear: TorchaoLinear.from_float(linear, config).train(linear.training)

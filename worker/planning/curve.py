@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from octet.api_schemas.plan import PEAK_CLASSES
+from octet.api_schemas.peak import PEAK_CLASSES
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.metrics.memory import held_tensors
 from octet.worker.planning.fake_gpu import DEVICE_TYPE, see_within
@@ -41,6 +41,9 @@ class Curve(LiveBytes):
         """By phase: ops, and the bytes alive after each."""
         self._kinds: list[str] = []
         """By phase: forward, backward or update."""
+        self.divides_backward = False
+        """A pass of each micro-batch is a phase, also where backward passes follow each other."""
+        self._newest_task = -1
         self._num_ops = 0
         self._changes: list[tuple[int, int, int]] = []
         """The ops before it, the number of a storage, and the bytes by which it changed."""
@@ -109,8 +112,10 @@ class Curve(LiveBytes):
             self._gathered.pop(key, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._kinds and self._kinds[-1] == "forward" and torch._C._current_graph_task_id() != -1:
-            self.begin("backward")
+        if self._kinds and (task := torch._C._current_graph_task_id()) != -1:
+            if self._kinds[-1] == "forward" or (self.divides_backward and task > self._newest_task):
+                self.begin("backward")
+            self._newest_task = max(task, self._newest_task)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is NotImplemented or not self._by_phase:
             return result

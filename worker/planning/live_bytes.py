@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from octet.worker.fp8.gradient import Float8Gradient
@@ -87,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
         self.phase = "forward"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, (Float8Gradient, Float8Weight)) for kind in types):
+        if any(issubclass(kind, (Float8Gradient, Float8Weight)) or is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # the subclass runs on plain tensors, and these come back here; its own storage has no memory
         with self:
             result = self.see_within(func, args, kwargs or {})

@@ -3,30 +3,29 @@
 The peak moves to another moment as blocks are added, so a line through two peaks is too low, by up to 18 %. Moments of the
 traces are aligned op by op inside a phase, from its beginning and from its end: what happens in the first blocks and in the
 last. Within the blocks between, bytes grow or shrink from block to block, so no moment there is above both ends. The line
-through each phase's peaks counts too: the peak is convex in the number of blocks, so its line is never too high.
+through a phase's peaks counts where it is above all moments: the peak is convex in the number of blocks, so its line is never
+too high.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 from octet.api_schemas import JobSpec
-from octet.api_schemas.plan import PEAK_CLASSES, Peak, PeakLine
+from octet.api_schemas.peak import PEAK_CLASSES, Peak, PeakLine
 from octet.worker.planning.curve import Moment
 from octet.worker.planning.network import Found
 from octet.worker.planning.trace import Trace, trace
 
-NEGLIGIBLE = 1.001
-
 
 class Moments(NamedTuple):
-    """A step of one depth. moments: bytes of each at two numbers of sequences. before: alive before the step.
+    """A step of one depth. moments: by their bytes at two numbers of sequences, the bytes by class at both.
 
-    held: the bytes by class that a job reports at its update. by_class: those at the first number of sequences' peak.
-    sent: at it, too, by axis, collective and dtype in one text.
+    before: alive before the step. held: the bytes by class that a job reports at its update. by_class: those at the first
+    number of sequences' peak. sent: at it, too, by axis, collective and dtype in one text.
     """
 
-    moments: set[tuple[int, int]]
+    moments: dict[tuple[int, int], tuple[list[int], list[int]]]
     before: int
     held: dict[str, int]
     by_class: dict[str, int]
@@ -63,20 +62,17 @@ def peak_of(spec: JobSpec, tracings: Sequence[Tracing]) -> Peak:
     """Return the peak of a job's step. tracings: for each number of sequences of `counts`, of the same rank."""
     first_tracing = tracings[0]
     found = extrapolate([each.traces for each in tracings], first_tracing.blocks, first_tracing.depth)
-    peak = max(first for first, _ in found.moments)
-    lines = _largest({(2 * first - second, second - first) for first, second in found.moments})
-    by_micro_batch = tuple(PeakLine(base=base, growth=growth) for base, growth in lines)
     exchanged: dict[str, dict[str, dict[str, int]]] = {}
     for key, num_bytes in sorted(found.sent.items()):
         axis, collective, dtype = key.split()
         if num_bytes:
             exchanged.setdefault(axis, {}).setdefault(collective, {})[dtype] = num_bytes
     return Peak(
-        bytes=peak,
+        bytes=max(first for first, _ in found.moments),
         by_class=found.by_class,
         before=found.before,
         held=found.held,
-        by_micro_batch=by_micro_batch,
+        by_micro_batch=tuple(_line(found, *both) for both in _largest(found.moments)),
         exchanged=exchanged,
     )
 
@@ -99,36 +95,52 @@ def extrapolate(traces: Sequence[Sequence[Trace]], blocks: tuple[int, int], dept
     def at_depth(fewer: int, more: int) -> int:
         return fewer + (more - fewer) * (depth - blocks[0]) // (blocks[1] - blocks[0])
 
-    moments: set[tuple[int, int]] = set()
-    largest: tuple[int, list[int]] | None = None
-    peak = 0
+    moments: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    of_phases: list[tuple[tuple[int, int], tuple[list[int], list[int]]]] = []
     for phases in zip(*(each.phases for by_blocks in traces for each in by_blocks), strict=True):
-        for fewer, more, *wider in _aligned(phases):
-            first = at_depth(fewer.num_bytes, more.num_bytes)
-            moments.add((first, at_depth(*(each.num_bytes for each in wider)) if wider else first))
-            peak = max(peak, first)
-            if largest is None or first > largest[0]:
-                by_class = list(map(at_depth, fewer.by_class, more.by_class))
-                largest = (first, by_class) if min(by_class) >= 0 else largest
+        for aligned in _aligned(phases):
+            key, by_class = _at_depth(aligned, at_depth)
+            moments.setdefault(key, by_class)
+        of_phases.append(_at_depth([max(phase, key=lambda moment: moment.num_bytes) for phase in phases], at_depth))
+    largest = max(moments, default=(0, 0))
+    at_peak = dict(zip(PEAK_CLASSES, moments[largest][0] if moments else [0] * len(PEAK_CLASSES), strict=True))
+    highest, of_highest = max(of_phases)
+    if highest > largest:
+        moments[highest] = of_highest
+        at_peak["temporary"] += highest[0] - sum(at_peak.values())
     (fewest, most), *_ = traces
     held = {kind: at_depth(num_bytes, most.held[kind]) for kind, num_bytes in fewest.held.items()}
-    at_peak = dict(zip(PEAK_CLASSES, [0] * len(PEAK_CLASSES) if largest is None else largest[1], strict=True))
-    at_peak["temporary"] += peak - sum(at_peak.values())
     sent = {key: at_depth(fewest.sent.get(key, 0), most.sent.get(key, 0)) for key in fewest.sent | most.sent}
     return Moments(moments, at_depth(fewest.num_bytes_before, most.num_bytes_before), held, at_peak, sent)
 
 
 def _aligned(phases: Sequence[Sequence[Moment]]) -> Iterator[Sequence[Moment]]:
-    """Yield the moments of all traces after the same ops, counted from the phase's beginning and its end, and their peaks."""
+    """Yield the moments of all traces after the same ops, counted from the phase's beginning and from its end."""
     for moments in (zip(*phases, strict=False), zip(*map(reversed, phases), strict=False)):
         yield from takewhile(lambda each: len({moment.op for moment in each}) == 1, moments)
-    yield [max(phase, key=lambda moment: moment.num_bytes) for phase in phases]
 
 
-def _largest(lines: set[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the lines, as (bytes at 0, growth), that no steeper line is at or above everywhere, give or take 0.1 %."""
-    kept: list[tuple[int, int]] = []
-    for base, growth in sorted(lines, key=lambda line: (-line[1], -line[0])):
-        if not kept or base > kept[-1][0] * NEGLIGIBLE:
-            kept.append((base, growth))
-    return kept
+def _at_depth(
+    aligned: Sequence[Moment], at_depth: Callable[[int, int], int]
+) -> tuple[tuple[int, int], tuple[list[int], list[int]]]:
+    """Return a moment's bytes at both numbers of sequences, in all and by class. With one number, both are the same."""
+    pairs = list(zip(aligned[::2], aligned[1::2], strict=True))
+    first, *_, second = 2 * [at_depth(fewer.num_bytes, more.num_bytes) for fewer, more in pairs]
+    by_class, *_, wider = 2 * [list(map(at_depth, fewer.by_class, more.by_class)) for fewer, more in pairs]
+    return (first, second), (by_class, wider)
+
+
+def _line(found: Moments, first: int, second: int) -> PeakLine:
+    """Return a moment's line from its bytes at two numbers of sequences; the second is twice the first."""
+    by_class = tuple((2 * narrow - wide, wide - narrow) for narrow, wide in zip(*found.moments[first, second], strict=True))
+    return PeakLine(base=2 * first - second, growth=second - first, by_class=by_class)
+
+
+def _largest(moments: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the moments, as bytes at 1 and 2, whose lines are above all others somewhere from 0 on."""
+    at, steeper = 0.0, {(2 * first - second, second - first) for first, second in moments}
+    while steeper:
+        base, growth = max(steeper, key=lambda line: (line[0] + at * line[1], line[1]))
+        yield base + growth, base + 2 * growth
+        steeper = {line for line in steeper if line[1] > growth}
+        at = min(((base - line[0]) / (line[1] - growth) for line in steeper), default=at)

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from octet.api_schemas import JobSpec, Layout, tokens_per_sample
+from octet.api_schemas import JobSpec, tokens_per_sample
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.plan import why_not_traced
 from octet.worker.fp8 import weights
+from octet.worker.fp8.experts import ExpertsForward
 from octet.worker.mesh import Axes
 from octet.worker.metrics.memory import memory_report
 from octet.worker.models import TrainedModel
@@ -29,7 +30,7 @@ from octet.worker.optim import build_optimizer
 from octet.worker.optim.schedule import parameter_groups
 from octet.worker.parallel import Parallel, on_mesh, tensor
 from octet.worker.parallel.pipeline import parallel as pipeline_parallel
-from octet.worker.planning import network
+from octet.worker.planning import network, stages
 from octet.worker.planning.curve import Curve, Moment
 from octet.worker.planning.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
 from octet.worker.planning.fake_gpu import device as register
@@ -84,6 +85,8 @@ def trace(
     ranks of the pipeline get as many blocks. config: of the model's folder.
     """
     check(spec)
+    wanted = list(stages.order(spec.layout, pipeline_rank, spec.batch.num_micro_batches))
+    spec, pipeline_rank, num_traced = stages.shortened(spec, pipeline_rank)
     rank = spec.layout.group("pipeline", 0)[pipeline_rank]
     # Collectives in hooks abort on autograd's own threads.
     on_one_thread = torch.autograd.set_multithreading_enabled(False)
@@ -96,7 +99,11 @@ def trace(
             if parallel.pipeline is not None:
                 gc.collect()  # modules of other stages that refer to each other
             batch = partial(network.batch_of, spec, sizes, num_sequences, device)
-            return _step(spec, batch, model, optimizer, parallel, live)
+            found = _step(spec, batch, model, optimizer, parallel, live, num_traced)
+            if parallel.pipeline is None:
+                return found
+            traced = list(stages.order(spec.layout, pipeline_rank, num_traced))
+            return found._replace(phases=stages.composed(found.phases, traced, wanted))
 
 
 def find_network(spec: JobSpec, config: Mapping[str, Any] | None) -> network.Found | None:
@@ -127,17 +134,18 @@ def _build(
     return model, prepared.optimizer, on_mesh(prepared.model, prepared.optimizer, mesh, spec.parallelism)
 
 
-def _step(spec: JobSpec, batch: Batch, model: TrainedModel, optimizer: Any, parallel: Parallel, live: Curve) -> Trace:
-    """Take one step. Returns its curve."""
-    before, num_passes = live.num_bytes, spec.batch.num_micro_batches
+def _step(
+    spec: JobSpec, batch: Batch, model: TrainedModel, optimizer: Any, parallel: Parallel, live: Curve, num_traced: int
+) -> Trace:
+    """Take one step. Returns its curve. num_traced: the micro-batches that pass through a pipeline."""
+    before, num_passes, buffers = live.num_bytes, spec.batch.num_micro_batches, list[Tensor]()
     sent_before = sent_on_axes(parallel.axes)
     live.begin_step(model, optimizer)
     if parallel.pipeline is None:
         num_traced = min(num_passes, MOST_PASSES)
         _pass_alone(num_traced, batch, model, parallel, live)
     else:
-        num_traced = min(num_passes, most_passes(spec.layout))
-        _pass_on(num_passes, num_traced, batch, parallel, parallel.pipeline, live)
+        buffers = _pass_on(num_passes, num_traced, batch, parallel, parallel.pipeline, live)
     by_passes = sent_on_axes(parallel.axes) - sent_before
     live.begin("update")
     parallel.synchronize()
@@ -145,6 +153,7 @@ def _step(spec: JobSpec, batch: Batch, model: TrainedModel, optimizer: Any, para
         parallel.clip_grad_norm_(spec.training.gradient_clip)
     optimizer.step()
     parallel.publish()
+    del buffers  # torch's schedule keeps its own as long
     sent = sent_on_axes(parallel.axes) - sent_before
     for key, num_bytes in by_passes.items():  # each pass sends the same
         sent[key] += num_bytes // num_traced * (num_passes - num_traced)
@@ -181,11 +190,12 @@ def _pass_on(
     parallel: Parallel,
     pipeline: "PipelineRun",
     live: Curve,
-) -> None:
+) -> list[Tensor]:
     """Pass as many micro-batches as are traced through the rank's stages, in the order of its schedule.
 
-    torch keeps a buffer for what each micro-batch receives, so those of the others are allocated.
+    torch keeps a buffer for what each micro-batch receives, so those of the others are allocated, and returned.
     """
+    live.divides_backward = True
     live.begin("forward")
     batches = [batch() for _ in range(num_passes)]
     borders = pipeline.borders(batches[0])
@@ -207,12 +217,7 @@ def _pass_on(
     ]
     with parallel.no_sync(), torch.enable_grad():
         pipeline.run(compute, num_traced, borders)
-    del buffers
-
-
-def most_passes(layout: Layout) -> int:
-    """Return the micro-batches after which every further one finds as many in flight, and all gradients."""
-    return 3 * layout.pipeline if layout.stages_per_rank > 1 else layout.pipeline + 2
+    return buffers
 
 
 def _num_words(spec: JobSpec, config: Mapping[str, Any] | None) -> int | None:
@@ -226,12 +231,21 @@ def with_fake_values() -> Iterator[None]:
     """Leave out what reads values, or spares memory that fake tensors do not take."""
     with ExitStack() as stack:
         for owner, name, replacement in (
+            (ExpertsForward, "of_experts", _routed_evenly),
             (weights, "PIECE_ELEMENTS", WHOLE),  # else each weight is encoded in hundreds of pieces
             (tensor, "check_unused", lambda _optimizer: None),  # it reads the number of steps taken
             (pipeline_parallel, "check_unused", lambda _optimizer: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield
+
+
+def _routed_evenly(experts: ExpertsForward, input_SK: Tensor, _expert_S: Tensor) -> Tensor:
+    """Return the output of each row's expert, of experts with as many rows each, (S, K)."""
+    num_rows, num_experts = len(input_SK), len(experts.up)
+    return experts.multiply(
+        input_SK, [num_rows // num_experts + (index < num_rows % num_experts) for index in range(num_experts)]
+    )
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from typing import IO, Any
 import pytest
 
 from octet.api_schemas import ANY_FILE
+from octet.api_schemas.peak import PEAK_CLASSES
 from octet.api_schemas.plan import (
-    PEAK_CLASSES,
     PlanRequest,
     TraceReply,
     TraceRequest,
@@ -63,6 +63,9 @@ MARKS = {
     "ZeRO 1": pytest.mark.system,
     "muon": pytest.mark.system,
     "pipeline, rank 0": pytest.mark.system,
+    "llama ao": pytest.mark.system,
+    "mixture bf16-amp": pytest.mark.system,
+    "mixture O2": pytest.mark.system,
     "pipeline, interleaved": pytest.mark.system,
     "transformers, ZeRO 3": pytest.mark.system,
 }
@@ -87,7 +90,7 @@ def test_a_trace_holds_what_the_closed_form_says(name: str) -> None:
         assert found["held"][kind] == pytest.approx(found["whole_held"][kind], rel=0.001), kind
         if kind != "other":
             assert found["held"][kind] == pytest.approx(num_bytes, rel=0.005), kind
-    assert 0 <= found["held"]["other"] - found["planned"]["other"] < 1024
+    assert 0 <= found["held"]["other"] - found["planned"]["other"] <= 8 * found["num_parameters"]
     alive = sum(num_bytes for kind, num_bytes in found["held"].items() if kind != "gradients")
     assert found["before"][0] == pytest.approx(alive, rel=0.001), "between steps nothing but states is alive"
 
@@ -151,7 +154,7 @@ def test_the_classes_of_a_peak_add_up_and_are_those_of_all_blocks(name: str) -> 
 
 @pytest.mark.system
 def test_a_folder_is_planned_by_its_configuration(tmp_path: Path) -> None:
-    """No weights are there, nor opened. A network that cannot be traced still says its parameters."""
+    """No weights are there, nor opened."""
     qwen3, mixture = (
         dict(QWEN3["config"]),
         {"num_hidden_layers": 4, "num_local_experts": 4, "architectures": ["MixtralForCausalLM"]},
@@ -171,8 +174,8 @@ def test_a_folder_is_planned_by_its_configuration(tmp_path: Path) -> None:
     assert of_adapters.peak_bytes is not None, of_adapters.reason
     assert (of_adapters.states_agree, of_adapters.converted_layers) == (True, 7 * NUM_BLOCKS)
     assert of_adapters.peak_bytes < of_folder.peak_bytes
-    assert of_mixture.peak_bytes is None
-    assert "bincount" in (of_mixture.reason or "")
+    assert of_mixture.peak_bytes is not None, of_mixture.reason
+    assert of_mixture.states_agree is True
     assert of_mixture.converted_layers == 4 * (4 + 2 * 4), "each expert is two layers"
     assert sum((of_mixture.states or {}).values()) > sum((of_folder.states or {}).values())
     assert (of_nowhere.states, of_nowhere.possible) == (None, True)
@@ -194,7 +197,7 @@ def test_the_process_answers_a_line_for_each_request() -> None:
     ]
     found = {reply.id: reply for reply in replies}
     assert found.keys() == jobs.keys()
-    assert "torchao" in (found["torchao"].reason or "")
+    assert found["torchao"].peak is not None
     assert found["stages"].peak is not None
     assert found["traced"].peak is not None
     assert found["large"].peak is not None

@@ -9,10 +9,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from octet.api_schemas import JobSpec
-from octet.api_schemas.plan import PEAK_CLASSES, sizes_with
+from octet.api_schemas.peak import PEAK_CLASSES
+from octet.api_schemas.plan import sizes_with
 from octet.api_schemas.planned_states import states_of_rank
+from octet.api_schemas.preset_peaks import preset_job, preset_peak
+from octet.worker.planning import stages
 from octet.worker.planning import trace as trace_module
 from octet.worker.planning.moments import counts, depth_of, extrapolate, peak_of, traces_of
+from octet.worker.planning.presets import peak_of_preset
 from octet.worker.planning.trace import find_network, trace
 
 NUM_BLOCKS = 6
@@ -39,6 +43,15 @@ QWEN3 = {
         **{"num_hidden_layers": NUM_BLOCKS, "vocab_size": 640, "max_position_embeddings": 64},
     },
 }
+MIXTURE = {
+    "family": "huggingface",
+    "architecture": "qwen3_moe",
+    "config": {
+        **{"hidden_size": 1024, "intermediate_size": 2048, "moe_intermediate_size": 1024, "num_experts": 8},
+        **{"num_experts_per_tok": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
+        **{"num_hidden_layers": NUM_BLOCKS, "vocab_size": 640, "max_position_embeddings": 64},
+    },
+}
 IN_STAGES = {
     **{"model": GPT | {"num_layers": 16}, "workers": 3, "parallelism": {"pipeline": 3}},
     "training": {"micro_batch_size": 1, "global_batch_size": 8},
@@ -48,6 +61,8 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"gpt {level}": {"level": level} for level in ("fp32", "fp16-amp", "bf16-amp", "O1", "O2", "O3-split-8bit")},
     **{f"llama {level}": {"model": LLAMA, "level": level} for level in ("te", "O2-8bit", "O3", "O3-split")},
     "llama fp32": {"model": LLAMA, "level": "fp32"},
+    "llama ao": {"model": LLAMA, "level": "ao"},
+    **{f"mixture {level}": {"model": MIXTURE, "level": level} for level in ("fp32", "bf16-amp", "O2", "O3-split-8bit")},
     "accumulation": {"training": {"micro_batch_size": 1, "global_batch_size": 8}},
     "checkpointing": {"model": LLAMA, "training": {"activation_checkpointing": "full"}},
     "muon": {"model": LLAMA, "training": {"optimizer": {"name": "muon"}}},
@@ -73,8 +88,9 @@ CASES: dict[str, dict[str, Any]] = {
     "transformers, ZeRO 3": {"model": QWEN3, "workers": 2, "parallelism": {"zero_stage": 3}},
     "transformers, tensor": {"model": QWEN3, "workers": 2, "parallelism": {"tensor": 2, "sequence": True}},
     "pipeline, interleaved": {
-        **{"model": LLAMA | {"num_layers": 24}, "workers": 8, "training": {"micro_batch_size": 1, "global_batch_size": 16}},
-        "parallelism": {"pipeline": 2, "schedule": "interleaved", "tensor": 2, "zero_stage": 1, "sequence": True},
+        **{"model": LLAMA | {"num_layers": 24}, "workers": 16, "training": {"micro_batch_size": 1, "global_batch_size": 16}},
+        "parallelism": {"pipeline": 4, "schedule": "interleaved", "tensor": 2, "zero_stage": 1, "sequence": True},
+        "pipeline_rank": 1,
     },
     "tensor": {"model": LLAMA, "workers": 2, "parallelism": {"tensor": 2, "sequence": True}},
 }
@@ -104,7 +120,9 @@ def found(pipeline_rank: int = 0, **case: Any) -> dict[str, Any]:
     tracing = traces_of(spec, few, pipeline_rank, None, network)
     moments = extrapolate([tracing.traces], tracing.blocks, tracing.depth)
     depth = None if network else depth_of(spec, pipeline_rank)
-    whole = trace(spec, depth, few, pipeline_rank)
+    with mock.patch.object(stages, "shortened", _whole), mock.patch.object(stages, "composed", lambda phases, *_: phases):
+        whole = trace(spec, depth, few, pipeline_rank)
+    sizes = sizes_with(spec, network and network.shapes)
     whole_peak = max((moment for phase in whole.phases for moment in phase), key=lambda moment: moment.num_bytes)
     return {
         "sent": moments.sent,
@@ -116,8 +134,14 @@ def found(pipeline_rank: int = 0, **case: Any) -> dict[str, Any]:
         "before": (moments.before, whole.num_bytes_before),
         "held": moments.held,
         "whole_held": whole.held,
-        "planned": states_of_rank(spec, sizes_with(spec, network and network.shapes), pipeline_rank).held,
+        "planned": states_of_rank(spec, sizes, pipeline_rank).held,
+        "num_parameters": len(list(sizes.parameters() or ())),
     }
+
+
+def _whole(spec: JobSpec, pipeline_rank: int) -> tuple[JobSpec, int, int]:
+    """Trace every micro-batch of a pipeline, on as many ranks as it has."""
+    return spec, pipeline_rank, spec.batch.num_micro_batches
 
 
 def wider() -> dict[str, Any]:
@@ -128,6 +152,16 @@ def wider() -> dict[str, Any]:
     by_lines = max(line.base + 4 * line.growth for line in peak.by_micro_batch)
     moments = [moment for phase in trace(spec, NUM_BLOCKS, 8).phases for moment in phase]
     return {"peak": by_lines, "whole_peak": max(moment.num_bytes for moment in moments)}
+
+
+def of_preset() -> dict[str, Any]:
+    """Return the peak of a preset's job with four times the tokens in shorter sequences, as shipped and as traced."""
+    document = preset_job("gpt-1.3b", "O2").model_dump(mode="json", exclude_unset=True)
+    document["training"] |= {"sequence_length": 1024, "global_batch_size": 32}
+    spec = JobSpec.model_validate(document)
+    shipped = preset_peak(spec)
+    traced = peak_of(spec, [traces_of(spec, number) for number in counts(spec)[1]])
+    return {"shipped": shipped and shipped.bytes, "traced": traced.bytes}
 
 
 def packed(model: dict[str, Any]) -> dict[str, Any]:
@@ -157,5 +191,11 @@ def packed(model: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     name = sys.argv[1]
-    functions = {"wider": wider, "packed gpt": lambda: packed(GPT), "packed llama": lambda: packed(LLAMA)}
+    functions = {
+        "wider": wider,
+        "of preset": of_preset,
+        "preset": lambda: peak_of_preset(*sys.argv[2:]),
+        "packed gpt": lambda: packed(GPT),
+        "packed llama": lambda: packed(LLAMA),
+    }
     sys.stdout.write(json.dumps(functions[name]() if name in functions else found(**CASES[name])))
