@@ -11,7 +11,9 @@ from octet.api_schemas.plan import TraceReply, TraceRequest, read_configs
 
 
 def trace_here(requests: Sequence[TraceRequest]) -> list[TraceReply]:
-    """Return a reply to each request: the peak, or why there is none. The process is started for them and ends."""
+    """Return a reply to each request: the peak, or why there is none. The process is started for them, if any, and ends."""
+    if not requests:
+        return []
     if find_spec("torch") is None:
         reason = "only states: a peak needs pip install 'octet-fp8[worker]'"
         return [TraceReply(id=request.id, reason=reason) for request in requests]
