@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from octet.worker.fp8 import gradient, weight
+from octet.worker.parallel import loop
 from tests.chip import cuda, graphs, programs
 from tests.chip.device import HOST, REAL_DEVICE, Chip, unseen
 
@@ -309,7 +310,7 @@ def chip_of(num_devices: int = 1) -> Iterator[Chip]:
             replace(Tensor, name, lies.read(getattr(Tensor, name)))
         make_wrapper = lies.make_wrapper(Tensor._make_wrapper_subclass)
         replace(Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper))
-        for module in (weight, gradient):
+        for module in (weight, gradient, loop):
             replace(module, "make_wrapper_subclass", make_wrapper)
         for name, replacement in {
             "new_tensor": method(lies.new_tensor),

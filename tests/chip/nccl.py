@@ -146,10 +146,13 @@ class Communicators:
 def communicators(chip: Chip) -> Iterator[Communicators]:
     """Inside, torch.distributed's NCCL is gloo with NCCL's rules. Yields what this rank launches."""
     found = Communicators(chip)
-    begin = dist.init_process_group
+    begin, begin_group = dist.init_process_group, dist.new_group
 
     def init(backend: str, *args: Any, device_id: Any = None, **options: Any) -> None:
         begin("gloo" if backend == "nccl" else backend, *args, **options)
+
+    def new_group(ranks: Any = None, *, backend: str | None = None, pg_options: Any = None, **options: Any) -> Any:
+        return begin_group(ranks, **options)
 
     with ExitStack() as stack:
         for name in OPERANDS:
@@ -157,12 +160,15 @@ def communicators(chip: Chip) -> Iterator[Communicators]:
                 stack.enter_context(mock.patch.object(dist, name, found.collective(name, getattr(dist, name))))
         for name, replacement in {
             "init_process_group": init,
+            "new_group": new_group,
+            "get_backend": lambda _group=None: "nccl",
             "barrier": found.barrier(dist.barrier),
             "send": found.transfer(dist.send, sends=True),
             "recv": found.transfer(dist.recv, sends=False),
             "batch_isend_irecv": found.batch(dist.batch_isend_irecv),
         }.items():
             stack.enter_context(mock.patch.object(dist, name, replacement))
+        stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", create=True))
         gather = found.collective("all_gather_into_tensor", axis._gather_into_one)
         stack.enter_context(mock.patch.object(axis, "_gather_into_one", gather))
         yield found

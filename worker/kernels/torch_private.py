@@ -8,6 +8,7 @@ documents for subclasses to override (`nn.Module._load_from_state_dict`), and a 
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -313,6 +314,13 @@ def flight_recorder_dumps() -> list[Callable[[bool, bool], str | bytes]]:
     module: Any = getattr(torch._C, "_distributed_c10d", None)
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
     return [getattr(module, name) for name in names if hasattr(module, name)]
+
+
+def timeout_of_world() -> timedelta | None:
+    """Return how long collectives of the default process group wait. None for torch's fake backend, which never waits."""
+    world: Any = torch.distributed.group.WORLD
+    options = world._get_backend(world._device_types[0]).options
+    return None if options is None else options._timeout
 
 
 def wait_for(tensor: Tensor) -> None:

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
 import torch
 import torch.distributed as dist
 
 from octet.api_schemas import AxisName, Layout
 from octet.api_schemas.nccl_buffers import NUM_EXCHANGE_CHANNELS
+from octet.worker.kernels.torch_private import timeout_of_world
 from octet.worker.mesh.axis import Axis
 
 
@@ -96,7 +97,7 @@ def make_axis(layout: Layout, name: AxisName, rank: int, device: torch.device) -
     """Return the axis through a rank. torch requires that every rank creates every group; the whole world needs none."""
     ranks, group = layout.group(name, rank), None
     if 1 < len(ranks) < layout.num_ranks:
-        made = {members: dist.new_group(list(members)) for members in layout.groups(name)}
+        made = {members: _new_group(list(members)) for members in layout.groups(name)}
         group = made[ranks]
     return Axis(name, len(ranks), ranks.index(rank), device, group)
 
@@ -109,7 +110,7 @@ def twin_of(axis: Axis) -> Axis:
     """
     if axis.size == 1:
         return axis
-    group = dist.new_group(dist.get_process_group_ranks(axis.group), use_local_synchronization=True)
+    group = _new_group(dist.get_process_group_ranks(axis.group), use_local_synchronization=True)
     twin = Axis(axis.name, axis.size, axis.rank, axis.device, group)
     twin.sent_bytes, twin.waits = axis.sent_bytes, axis.waits
     return twin
@@ -126,4 +127,9 @@ def bound_exchange(axis: Axis) -> None:
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = NUM_EXCHANGE_CHANNELS
     ranks = dist.get_process_group_ranks(axis.group)
-    axis.exchange_group = dist.new_group(ranks, backend="nccl", pg_options=options, use_local_synchronization=True)
+    axis.exchange_group = _new_group(ranks, backend="nccl", pg_options=options, use_local_synchronization=True)
+
+
+def _new_group(ranks: list[int], **options: Any) -> Any:
+    """Make a group whose collectives wait as long as the world's. torch would give it its own default, 10 or 30 minutes."""
+    return dist.new_group(ranks, timeout=timeout_of_world(), **options)

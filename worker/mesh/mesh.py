@@ -48,6 +48,9 @@ class Mesh(Axes):
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             if backend == "nccl":
                 switch_on()
+                # Ranks launch collectives of several communicators in one order. NCCL lets the device keep it, whichever
+                # stream is late: otherwise kernels of two communicators could wait for each other's place on the device.
+                os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
             timeout = timedelta(seconds=timeout_s + longest_s(env.world_size))  # later than ours: the ranks have agreed then
             # With the device NCCL connects every group when it is made. Without, the first collective of each would
             # connect it: in the middle of the first step, where the ranks wait and memory is already taken.

@@ -2,7 +2,8 @@
 
 A bucket of gradients is exchanged as soon as the last of them has arrived. All ranks launch the buckets in one order, whatever
 arrives first: the reverse of the order in which the model names its parameters. A bucket that lacks a gradient waits for the
-end of the backward pass, or for `finish`, and so do those after it.
+end of the backward pass, or for `finish`, and so do those after it. At stage 3 of ZeRO a block's buckets go in its turn of the
+backward pass, with or without gradients, so that exchanges and gathers of weights have one order, too (`sharded_blocks.py`).
 """
 
 import weakref
@@ -58,13 +59,16 @@ class GradientBuckets:
         self.after_finish: Callable[[], None] | None = None
         self.reduces_each_pass = False
         """True if gradients are exchanged inside `no_sync`, too; the owners of their pieces add them up (ZeRO 2)."""
+        self.is_open: Callable[[Bucket], bool] = lambda _bucket: True
+        """Returns True where a bucket may be exchanged as soon as it has its gradients. Stage 3 replaces it."""
         self._home: dict[Tensor, Bucket] = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self._has_arrivals = False
         self._num_passes = 0
         self._num_launched = 0
         self._under_way: list[Iterator[None]] = []
         if axis.size > 1:
-            bound_exchange(axis)
+            for exchanging in dict.fromkeys((axis, *(bucket.axis for bucket in self.buckets))):
+                bound_exchange(exchanging)
             # A parameter holds its hooks where Python's collector cannot see them: a strong reference would free nothing.
             hook = partial(_arrive_at, weakref.ref(self))
             for parameter in self._home:
@@ -104,6 +108,13 @@ class GradientBuckets:
         self.is_finished = True
         if self.after_finish is not None:
             self.after_finish()
+
+    @torch.no_grad()
+    def launch_due(self, is_due: Callable[[Bucket], bool]) -> None:
+        """Exchange the next buckets, as long as they are due, with the gradients that they have by now."""
+        while self._num_launched < len(self.buckets) and is_due(self.buckets[self._num_launched]):
+            self._begin_pass()
+            self._launch(is_last=self.syncs)
 
     @torch.no_grad()
     def drop_interrupted_pass(self) -> None:
@@ -147,9 +158,7 @@ class GradientBuckets:
         if not is_exchanged or not has_new_gradient(parameter):
             return
         bucket = self._home[parameter]
-        if not self._has_arrivals and (self.finishes_itself or not self.syncs):
-            call_after_backward(self._end_backward)
-        self._has_arrivals = True
+        self._begin_pass()
         if self.buckets.index(bucket) < self._num_launched:
             raise RuntimeError(
                 f"a second gradient of a parameter of shape {tuple(parameter.shape)} arrived after its exchange; allowed: one "
@@ -166,8 +175,13 @@ class GradientBuckets:
                 "under ZeRO: one. Use no_sync for all micro-batches but the last, or optimizer.zero_grad() to drop the first."
             )
         bucket.missing.discard(parameter)
-        while self._num_launched < len(self.buckets) and not self.buckets[self._num_launched].missing:
-            self._launch(is_last=self.syncs)
+        self.launch_due(lambda following: not following.missing and self.is_open(following))
+
+    def _begin_pass(self) -> None:
+        """See to it that a backward pass, which may have begun, ends its exchanges."""
+        if not self._has_arrivals and (self.finishes_itself or not self.syncs):
+            call_after_backward(self._end_backward)
+        self._has_arrivals = True
 
     def _launch(self, *, is_last: bool) -> None:
         """Start the next bucket's exchange. What is under way goes one collective further, in one order on all ranks."""
@@ -223,7 +237,8 @@ def _make_buckets(
 ) -> list[Bucket]:
     """Buckets of parameters that are stored alike, in the order in which a backward pass is expected to fill them.
 
-    axes: the ranks that hold each parameter of a bucket.
+    axes: the ranks that hold each parameter of a bucket. homes: of parameters whose buckets come first, since those of the rest
+    wait for the end of the pass.
     """
     positions = {
         layer.weight: layer.gradient_position
@@ -245,4 +260,5 @@ def _make_buckets(
                 buckets.append(CodesBucket(held, axis, [positions[parameter] for parameter in held]))
             else:
                 buckets.append(WideBucket(held, axis, wide_dtype))
-    return sorted(buckets, key=lambda bucket: place[bucket.parameters[-1]])
+    is_rest = {parameter: bool(homes) and parameter not in homes for parameter in ordered}
+    return sorted(buckets, key=lambda bucket: (is_rest[bucket.parameters[0]], place[bucket.parameters[-1]]))

@@ -7,25 +7,28 @@ forward pass to its backward pass. A tied weight is divided once and gathered by
 (positions, the last norm, a weight that two blocks share) stays whole on every rank, and so do frozen weights.
 
 All ranks run the same blocks in the same order; a rank that skips one leaves the others waiting, and is named when they have
-waited too long (`worker/mesh/verdict.py`). Gathers have a communicator of their own, because exchanges of gradients may meet
-them in another order on each rank. Between passes a parameter keeps its shape and reads as NaN. Checkpointing is inside,
-`torch.compile` around it, this outermost: none of it is traced. Autograd runs the nodes of the newest block first, so a
-block is done when an earlier one's output gets its gradient.
+waited too long (`worker/mesh/verdict.py`). Gathers have a communicator of their own, so that none waits for an exchange of
+gradients. NCCL requires one order of both on all ranks, and which parameters get a gradient may differ between them. So a
+block's gradients are exchanged after the gathers with which its backward pass begins, and before those of the next block's.
+Between passes a parameter keeps its shape and reads as NaN. Checkpointing is inside, `torch.compile` around it, this outermost:
+none of it is traced. Autograd runs the nodes of the newest block first, so a block is done when an earlier one's output gets
+its gradient; one that is called again before its backward pass, at the end.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from octet.worker.kernels.torch_private import backward_pass, call_after_backward, key_of_storage
-from octet.worker.mesh import Axis, twin_of
+from octet.worker.mesh import twin_of
 from octet.worker.models.linear_cross_entropy import DeferredLogits
 from octet.worker.optim import QuantizedWeight
 from octet.worker.parallel.buckets import Bucket
+from octet.worker.parallel.data_parallel import GradientBuckets
 from octet.worker.parallel.gathered_bucket import GatheredBucket
 
 T = TypeVar("T")
@@ -39,15 +42,17 @@ class ShardedBlocks:
         divided: "Divided",
         buckets: Iterable[Bucket],
         quantized: Mapping[Tensor, QuantizedWeight],
-        axis: Axis,
+        gradients: GradientBuckets,
         sent_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Divide the weights of the buckets. Each bucket lies in one module, or in both ends, and has pieces.
 
-        quantized: the weights that are held as codes, by piece. sent_dtype: the dtype in which fp32
-        weights travel.
+        quantized: the weights that are held as codes, by piece. gradients: all buckets, which from now on are exchanged in the
+        turns of their blocks. sent_dtype: the dtype in which fp32 weights travel.
         """
-        self.axis, self.gathers = axis, twin_of(axis)
+        self.axis, self.gathers = gradients.axis, twin_of(gradients.axis)
+        self._gradients = ref(gradients)  # which goes with the optimizer, not with the model
+        gradients.is_open = self._is_in_turn
         self.is_saving_pieces = False
         """True while state dicts keep what a released parameter holds; whoever puts the pieces in sets it, and sets it back."""
         held: dict[int, list[GatheredBucket]] = {}
@@ -63,6 +68,10 @@ class ShardedBlocks:
             else:
                 self.order.append(ShardedHead(self, end, held[home]))
         self.parameters = frozenset(parameter for block in self.order for parameter in block.parameters)
+        self._holders: dict[Bucket, list[ShardedBlock]] = {}
+        for block in self.order:
+            for part in block.weights:
+                self._holders.setdefault(part.bucket, []).append(block)
         self._moved: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
         self._whole: ShardedBlock | None = None
         """The block that stays whole after its forward pass, or that computes its backward pass."""
@@ -85,8 +94,11 @@ class ShardedBlocks:
         self._is_in_backward = True
         if self._whole is not None and self._whole is not block:
             self._whole.release()
+            self._whole.is_done = True
+            if (gradients := self._gradients()) is not None:
+                gradients.launch_due(self._is_done)
         block.gather()
-        self._whole = block
+        self._whole, block.is_ahead = block, False
         self.start_next(block, -1)
 
     def release(self) -> None:
@@ -94,6 +106,21 @@ class ShardedBlocks:
         self._whole, self._is_in_backward = None, False
         for block in self.order:
             block.release()
+            block.is_done = False
+
+    def forget_calls(self) -> None:
+        """Begin a step: no backward pass of an earlier forward pass is to come."""
+        for block in self.order:
+            block.is_ahead = block.is_repeated = False
+
+    def _is_in_turn(self, bucket: Bucket) -> bool:
+        """Return True if no gather of the backward pass can come before what it still computes for the bucket."""
+        holders = self._holders.get(bucket, ())
+        return bool(holders) and all((block is self._whole or block.is_done) and not block.is_repeated for block in holders)
+
+    def _is_done(self, bucket: Bucket) -> bool:
+        """Return True if the backward pass has left the bucket's block for good."""
+        return self._is_in_turn(bucket) and all(block.is_done for block in self._holders[bucket])
 
     def check(self) -> None:
         """Raise ValueError if parameters have other memory than before, or if a call of a block no longer gathers it."""
@@ -134,6 +161,12 @@ class ShardedBlock:
             for name, parameter in layer._parameters.items()
             if parameter in self.parameters
         ]
+        self.is_ahead = False
+        """True from a forward pass, with gradients, to its backward pass."""
+        self.is_repeated = False
+        """True if another forward pass came before the backward pass."""
+        self.is_done = False
+        """True from the end of its backward pass to that of the model's."""
         self._call = _GatheringCall(self, module._compiled_call_impl or module._call_impl)
         module._compiled_call_impl = self._call
         module.register_load_state_dict_pre_hook(self._before_loading)
@@ -268,6 +301,9 @@ class _GatheringCall:
         block.gather()
         if backward_pass() != -1:  # a checkpoint computes it again: its backward pass follows, and frees it
             return self.call(*args, **kwargs)
+        if torch.is_grad_enabled():
+            block.is_repeated |= block.is_ahead
+            block.is_ahead = True
         block.blocks.start_next(block, 1)
         try:
             outputs = self.call(*args, **kwargs)

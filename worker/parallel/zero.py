@@ -130,7 +130,7 @@ class ShardedStates:
     def shard_blocks(self, divided: Divided, sent_dtype: torch.dtype) -> None:
         """Divide weights, too; a bucket holds these weights or others. sent_dtype: in which fp32 weights travel."""
         buckets = [bucket for bucket in self.gradients.buckets if bucket.parameters[0] in divided.homes]
-        self.blocks = ShardedBlocks(divided, buckets, self.optimizer.quantized, self.axis, sent_dtype)
+        self.blocks = ShardedBlocks(divided, buckets, self.optimizer.quantized, self.gradients, sent_dtype)
 
     def piece_of(self, parameter: Tensor) -> tuple[nn.Parameter, range] | None:
         """Return what this rank steps of a parameter, 1-D, and which elements these are; None for a frozen parameter."""
@@ -187,6 +187,7 @@ class ShardedStates:
         divided: Container[Tensor] = ()
         if self.blocks is not None:
             self.blocks.release()
+            self.blocks.forget_calls()
             self.blocks.check()
             divided = self.blocks.parameters
         for parameter, piece in self._pieces.items():

@@ -1,6 +1,9 @@
 """Collectives over the axes of a mesh of real ranks (gloo): the ranks of each axis, the results, the counted bytes."""
 
+import os
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,7 +13,7 @@ import torch.distributed as dist
 from octet.api_schemas import Layout
 from octet.api_schemas.nccl_buffers import NUM_EXCHANGE_CHANNELS
 from octet.worker.common.config import RankEnv
-from octet.worker.mesh import Axis, Mesh, bound_exchange
+from octet.worker.mesh import Axis, Mesh, axes, bound_exchange, twin_of
 from tests.kit.ports import free_port
 from tests.kit.ranks import run_ranks
 
@@ -102,6 +105,8 @@ def test_nccl_connects_every_group_when_it_is_made(monkeypatch: pytest.MonkeyPat
     """torch connects groups at once if the default group has a device, and otherwise in their first collective."""
     for variable in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, "lo" if variable.endswith("IFNAME") else "0")  # the mesh would set them for good
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "")
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
     device = torch.device("cuda", 1)
     for backend, where, expected in (("nccl", device, device), ("gloo", torch.device("cpu"), None)):
         mesh = Mesh(RankEnv(world_size=2, master_port=free_port()), where)
@@ -113,6 +118,17 @@ def test_nccl_connects_every_group_when_it_is_made(monkeypatch: pytest.MonkeyPat
             mesh.__enter__()
         assert made.call_args.args == (backend,)
         assert made.call_args.kwargs["device_id"] == expected
+        assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"  # the order of the host's launches, on the device
+
+
+def test_groups_wait_as_long_as_the_world() -> None:
+    """torch gives a group its own default, whatever the world has."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+    try:
+        group: Any = twin_of(Axis("data", 2, 0, torch.device("cpu"))).group
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_gradients_are_exchanged_over_few_channels_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,13 +138,16 @@ def test_gradients_are_exchanged_over_few_channels_of_nccl(monkeypatch: pytest.M
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _group: [0, 2])
     made = mock.Mock(return_value="bounded")
     monkeypatch.setattr(dist, "new_group", made)
+    monkeypatch.setattr(axes, "timeout_of_world", lambda: timedelta(seconds=7))
     for backend, expected in (("gloo", None), ("nccl", "bounded")):
         monkeypatch.setattr(dist, "get_backend", lambda _group, backend=backend: backend)
         axis = Axis("replicas", 2, 0, torch.device("cpu"))
         bound_exchange(axis)
         bound_exchange(axis)
         assert axis.exchange_group == expected
-    made.assert_called_once_with([0, 2], backend="nccl", pg_options=options, use_local_synchronization=True)
+    made.assert_called_once_with(
+        [0, 2], backend="nccl", pg_options=options, use_local_synchronization=True, timeout=timedelta(seconds=7)
+    )
     assert options.config.max_ctas == NUM_EXCHANGE_CHANNELS
     monkeypatch.setattr(dist, "all_to_all_single", sent := mock.Mock())
     axis.start_exchange(torch.zeros(2, 4))
