@@ -140,6 +140,21 @@ def test_one_rank(tmp_path: Path, spec_document: dict[str, Any], level: str, sav
     assert sum(is_capture) <= 2
 
 
+@pytest.mark.system
+def test_an_evaluation_waits_once_for_its_result(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    config = resolve(JobSpec.model_validate(job(spec_document, "O2")), RankEnv())
+    assert config.eval_batches > 1
+    with chip_of() as chip, Mesh(RankEnv(), GPU, config.layout) as mesh:
+        trainer = Trainer(config, mesh, Recorder(), tmp_path)
+        trainer.step()
+        chip.begin_step()
+        trainer.evaluate()
+        trainer.batches.close()
+        [name] = chip.waits
+        assert name.startswith("pageable copy at worker/train/loop.py")  # of the sums
+        assert chip.waits[name] == 1
+
+
 def train_rank(rank: int, port: int, document: dict[str, Any], folder: str, on_chip: bool) -> None:
     env = RankEnv(rank=rank, world_size=2, master_port=port)
     torch.save(tuple(train(document, Path(folder), 3, on_chip=on_chip, env=env)), Path(folder, f"{rank}.pt"))

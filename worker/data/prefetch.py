@@ -104,15 +104,18 @@ class _Reader:
             found: Batch | Exception
             try:
                 first = self._batch.first_sample(position, self._data_rank, index)
-                found = self._source.train_batch(first, self._batch.micro_batch_size)
-                if self._device.type == "cuda":
-                    found = {name: tensor.pin_memory() for name, tensor in found.items()}
+                found = pinned(self._source.train_batch(first, self._batch.micro_batch_size), self._device)
             except Exception as error:  # noqa: BLE001 - raised again where it is waited for
                 found = error
             self._found.put(found)
             if isinstance(found, Exception):
                 return
             position, index = self._after(position, index)
+
+
+def pinned(samples: Batch, device: torch.device) -> Batch:
+    """Return a batch in memory from which a CUDA device copies while the host goes on. For other devices it stays."""
+    return {name: tensor.pin_memory() for name, tensor in samples.items()} if device.type == "cuda" else samples
 
 
 def on_device(samples: Batch, device: torch.device) -> Batch:

@@ -34,7 +34,7 @@ from octet.worker.checkpoint import CheckpointWriter
 from octet.worker.common.config import TrainConfig
 from octet.worker.common.errors import Cancelled, InvalidConfig, Stopped
 from octet.worker.data import Source, open_source
-from octet.worker.data.prefetch import Prefetcher, on_device
+from octet.worker.data.prefetch import Prefetcher, on_device, pinned
 from octet.worker.fp8.accelerator import is_accelerator
 from octet.worker.mesh import Mesh
 from octet.worker.metrics.readback import DeferredValue, Mark
@@ -232,7 +232,7 @@ class Trainer:
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.mesh.device)
         data, batch_size = self.mesh.data, self.config.batch.global_batch_size
         batches = self.source.evaluation_batches(batch_size, self.config.eval_batches, data.rank, data.size)
-        for samples in self.job.parallel.as_many_passes(batches):
+        for samples in self.job.parallel.as_many_passes(pinned(batch, self.mesh.device) for batch in batches):
             with eagerly() if self.job.compiling is not None else nullcontext():  # the last batch has a shape of its own
                 losses = self.job.parallel.losses(model, on_device(samples, self.mesh.device))
             values = [{"loss": losses.loss, **losses.metrics}[name] for name in names]
