@@ -19,16 +19,21 @@ NODE = 8
 
 
 def nccl_bytes(layout: Layout, parallelism: ParallelismSpec) -> int:
-    """Return at most what NCCL takes on a rank: each communicator's rings, and the channels to peers on the rank's node."""
+    """Return at most what NCCL takes on a rank: each communicator's rings, and the channels to peers on the rank's node.
+
+    Exchanges of gradients have few channels. Those of tokens, keys and values have all, because a pass waits for them.
+    """
     if layout.num_ranks == 1:
         return 0
     names: list[AxisName] = ["pipeline", "data", "context", "tensor", "stage"]
     names += ["replicas"] if layout.context > 1 else []
+    names += ["expert", "expert_replicas"] if layout.expert > 1 else []
     num_replicas = layout.data * layout.context
     num_rings = sum(1 < len(layout.group(name, 0)) < layout.num_ranks for name in names)
     num_rings += parallelism.zero_stage == 3 and num_replicas > 1  # weights are gathered on a communicator of their own
-    sending = layout.context, layout.tensor if parallelism.sequence else 1, min(layout.pipeline, 3)
+    sending = layout.context, layout.tensor if parallelism.sequence else 1, min(layout.pipeline, 3), layout.expert
     num_channels = num_rings * NUM_CHANNELS  # a ring has one peer on either side
     num_channels += NUM_CHANNELS * sum(min(degree, NODE) - 1 for degree in sending)
-    num_channels += NUM_EXCHANGE_CHANNELS * (min(num_replicas, NODE) - 1)
+    exchanging = num_replicas, num_replicas // layout.expert if layout.expert > 1 else 1
+    num_channels += NUM_EXCHANGE_CHANNELS * sum(min(degree, NODE) - 1 for degree in exchanging)
     return FIRST_BYTES + num_channels * CHANNEL_BYTES

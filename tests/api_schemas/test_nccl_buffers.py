@@ -34,6 +34,8 @@ def test_an_exchange_of_gradients_takes_a_quarter_of_it_on_a_node_of_eight() -> 
         (2, {"tensor": 2, "sequence": True}, 0, 1, 1),
         (8, {"tensor": 4, "sequence": True}, 2, 3, 2),
         (8, {"context": 4}, 2, 3, 8),
+        (8, {"expert": 4}, 2, 3, 8 + 1),
+        (8, {"expert": 8}, 0, 7, 8),
         (4, {"pipeline": 4}, 0, 2, 1),
         (16, {"pipeline": 2, "tensor": 4}, 4, 1, 2),
     ],
@@ -42,6 +44,10 @@ def test_an_exchange_of_gradients_takes_a_quarter_of_it_on_a_node_of_eight() -> 
 def test_each_communicator_counts_once(
     num_ranks: int, parallelism: dict[str, Any], num_rings: int, num_peers: int, num_replicas: int
 ) -> None:
-    """Rings of what is smaller than the world; sends to all peers of sequence and context, to both neighbours of a pipeline."""
+    """num_replicas: that exchange gradients; two that hold the same experts count as one more.
+
+    Rings of what is smaller than the world; sends to all peers of sequence, context and experts, to both neighbours of a
+    pipeline.
+    """
     exchanged = (num_replicas - 1) * NUM_EXCHANGE_CHANNELS * CHANNEL_BYTES
     assert taken(num_ranks, **parallelism) == (num_rings + num_peers) * RING + exchanged
