@@ -75,8 +75,8 @@ ASSUMPTIONS = {
 """The assumptions, from the fastest to the slowest. Octet's kernels run as "own" says: `worker/kernels/linear.py`."""
 
 
-DEFAULT_RATES = Rates()
-"""An H100 with published rates and fast accumulation: what the shipped table of speedups is computed from."""
+DEFAULT_RATES = rates_of("own")
+"""An H100 at the rates of Octet's kernels: what the shipped table of speedups is computed from."""
 
 
 @dataclass(frozen=True)
@@ -137,20 +137,31 @@ def fp8_work(weights: str, kind: str) -> Work:
     return Work(gemms, 1, 2 if weights == "bf16" else 4, *operand_bytes, num_launches + num_units)
 
 
-def speedup(m: int, k: int, n: int, weights: str, kind: str) -> float:
-    return bf16_work(weights).seconds(m, k, n) / fp8_work(weights, kind).seconds(m, k, n)
+def speedup(m: int, k: int, n: int, weights: str, kind: str, rates: Rates = DEFAULT_RATES) -> float:
+    return bf16_work(weights).seconds(m, k, n, rates) / fp8_work(weights, kind).seconds(m, k, n, rates)
 
 
 def computed_table() -> SpeedupTable:
-    """Compute the table for compute capability 9.0."""
-    speedups = {
-        weights: {
-            kind: [[[round(speedup(m, k, n, weights, kind), 3) for n in FEATURES] for k in FEATURES] for m in TOKENS]
-            for kind in KINDS
-        }
-        for weights in WEIGHTS
-    }
-    return SpeedupTable((9, 0), "computed", "", "", "", TOKENS, FEATURES, speedups)
+    """Compute the table for compute capability 9.0. Assumptions differ in products by tensor scales alone."""
+
+    def grid(weights: str, kind: str, assumption: str = "own") -> list[list[list[float]]]:
+        rates = rates_of(assumption)
+        return [[[round(speedup(m, k, n, weights, kind, rates), 3) for n in FEATURES] for k in FEATURES] for m in TOKENS]
+
+    return SpeedupTable(
+        (9, 0),
+        "computed",
+        "",
+        "",
+        "",
+        TOKENS,
+        FEATURES,
+        speedups={weights: {kind: grid(weights, kind) for kind in KINDS} for weights in WEIGHTS},
+        assumptions=ASSUMPTIONS,
+        slowest_to_fastest={
+            weights: {"tensor": [grid(weights, "tensor", name) for name in ("peers", "fast")]} for weights in WEIGHTS
+        },
+    )
 
 
 def as_text(tables: Iterable[SpeedupTable]) -> str:

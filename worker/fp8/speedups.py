@@ -1,15 +1,16 @@
 """Find the linear layers that gain nothing in FP8, by a table of speeds: measured on a device, or computed until then.
 
 `speedups.json` next to this file holds a table for each known device. The one for compute capability 9.0 is computed by
-`benchmarks/gpu/roofline.py`; `make bench-gpu-kernels` measures a device and writes a file with its table. A device that has no
-table takes the nearest, which the reason of each decision names.
+`benchmarks/gpu/roofline.py`, by the rates at which the kernels run; it names other assumptions, and has both ends of what these
+give. `make bench-gpu-kernels` measures a device and writes a file with its table. A device that has no table takes the nearest,
+which the reason of each decision names.
 A speedup is the time of a layer's forward and backward pass in bf16 over that in FP8, quantization included, by the
 device's own clock: what the host needs to enqueue them is not in it.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import floor, log2
 from pathlib import Path
@@ -47,7 +48,8 @@ class SpeedupTable:
     """The speedups on one device, or computed for the devices of one compute capability.
 
     source: measured, or computed. device, versions, date: where, with what and when; empty where it was computed.
-    tokens, features: ascending, the sizes of the grid. speedups: by weights, then kind.
+    tokens, features: ascending, the sizes of the grid. speedups: by weights, then kind. assumptions: by name, in words, of a
+    computed table; its speedups are those of "own". slowest_to_fastest: by weights, then kind, the grids of both ends of them.
     """
 
     capability: Sequence[int]
@@ -58,11 +60,21 @@ class SpeedupTable:
     tokens: Sequence[int]
     features: Sequence[int]
     speedups: Mapping[str, Mapping[str, Grid]]
+    assumptions: Mapping[str, str] = field(default_factory=dict)
+    slowest_to_fastest: Mapping[str, Mapping[str, Sequence[Grid]]] = field(default_factory=dict)
 
     def speedup(self, tokens: int, in_features: int, out_features: int, weights: str, kind: str) -> float:
         """Between sizes of the grid in proportion to their logarithms; beyond its edges that of the edge."""
+        return self._at(self.speedups[weights][kind], tokens, in_features, out_features)
+
+    def ends(self, tokens: int, in_features: int, out_features: int, weights: str, kind: str) -> list[float]:
+        """The speedups by the slowest and the fastest assumptions; empty where all agree, and where it was measured."""
+        grids = self.slowest_to_fastest.get(weights, {}).get(kind, ())
+        return [self._at(grid, tokens, in_features, out_features) for grid in grids]
+
+    def _at(self, grid: Grid, tokens: int, in_features: int, out_features: int) -> float:
         sizes = ((tokens, self.tokens), (in_features, self.features), (out_features, self.features))
-        return _interpolate(self.speedups[weights][kind], [_position(size, known) for size, known in sizes])
+        return _interpolate(grid, [_position(size, known) for size, known in sizes])
 
     @property
     def origin(self) -> str:
@@ -114,11 +126,13 @@ def why_bf16(
     table, weights = table_for(chip, load_tables()), "fp32" if level.weight == "fp32" else "scaled"
     if kind_of(recipe) not in table.speedups[weights]:
         return None
-    speedup = table.speedup(tokens, in_features, out_features, weights, kind_of(recipe))
+    shape = (tokens, in_features, out_features, weights, kind_of(recipe))
+    speedup, ends = table.speedup(*shape), table.ends(*shape)
     if speedup >= 1:
         return None
-    shape = f"{in_features} -> {out_features} features at {tokens:,} tokens"
-    return f"{shape}: {floor(100 * speedup) / 100:.2f} of bf16's speed in FP8 ({table.origin_for(chip)})"
+    found = f"{in_features} -> {out_features} features at {tokens:,} tokens: {_floored(speedup)} of bf16's speed in FP8"
+    others = f", {' to '.join(map(_floored, ends))} by other assumptions" if ends else ""
+    return f"{found}{others} ({table.origin_for(chip)})"
 
 
 def borrowed_table(recipe: RecipeSpec, chip: Chip | None) -> str | None:
@@ -131,6 +145,10 @@ def borrowed_table(recipe: RecipeSpec, chip: Chip | None) -> str | None:
 
 def _dotted(capability: Sequence[int]) -> str:
     return ".".join(map(str, capability))
+
+
+def _floored(speedup: float) -> str:
+    return f"{floor(100 * speedup) / 100:.2f}"
 
 
 def _position(size: int, sizes: Sequence[int]) -> tuple[int, float]:

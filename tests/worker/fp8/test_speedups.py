@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.gpu.roofline import PLAIN_BF16, as_text, computed_table, fp8_work
+from benchmarks.gpu.roofline import ASSUMPTIONS, PLAIN_BF16, as_text, computed_table, fp8_work, rates_of
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.recipe import RecipeSpec
 from octet.worker.fp8.speedups import (
@@ -66,11 +66,25 @@ def all_shapes(table: SpeedupTable, weights: str, kind: str) -> Iterator[list[fl
 def test_the_computation_agrees_with_what_is_published_of_large_layers() -> None:
     """torchao on an H100: 1.39 with tensor scales at 4096×8192×16384. A small layer loses more than torchao's fused 0.80."""
     bf16_weight = replace(fp8_work("scaled", "tensor"), weight_bytes=2 * (2 + 2 + 1), num_launches=3 + 1 + 3 + 3 + 3)
-    ratios = [PLAIN_BF16.seconds(*shape) / bf16_weight.seconds(*shape) for shape in (
+    fast = rates_of("fast")
+    ratios = [PLAIN_BF16.seconds(*shape, fast) / bf16_weight.seconds(*shape, fast) for shape in (
         (4096, 8192, 16384), (1024, 2048, 1024),
     )]  # fmt: skip
     assert ratios[0] == pytest.approx(1.39, abs=0.05)
     assert ratios[1] < 0.8
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_computed_table_has_both_ends_and_its_assumptions(weights: str) -> None:
+    """Backward products by tensor scales run without fast accumulation, which the fast end assumes."""
+    table = computed_table()
+    assert dict(table.assumptions) == ASSUMPTIONS
+    shape = (8192, 4096, 4096, weights)
+    slowest, fastest = table.ends(*shape, "tensor")
+    assert slowest < table.speedup(*shape, "tensor") < fastest
+    assert fastest > 1.05 * table.speedup(*shape, "tensor")
+    assert table.ends(*shape, "row") == []
+    assert TABLE.ends(2048, 1024, 1024, weights, "tensor") == []
 
 
 @pytest.mark.parametrize(("shape", "speedup"), [
@@ -102,7 +116,7 @@ def test_a_device_without_a_table_takes_the_nearest_and_says_so(capability: tupl
     assert reason is not None
     major, minor = capability
     origin = table_for(H200, load_tables()).origin
-    assert reason.endswith(f"of bf16's speed in FP8 ({origin}; Another card ({major}.{minor}) has no table)")
+    assert reason.endswith(f" by other assumptions ({origin}; Another card ({major}.{minor}) has no table)")
 
 
 def test_a_device_takes_its_own_table_before_one_of_its_capability() -> None:
@@ -123,7 +137,8 @@ def test_a_small_layer_stays_in_bf16_and_a_large_one_does_not(level: str) -> Non
     reason = why_bf16(512, 1536, DEFAULT_TOKENS, LEVELS[level], RecipeSpec(), H200)
     assert reason is not None
     origin = re.escape(table_for(H200, load_tables()).origin_for(H200))
-    assert re.fullmatch(rf"512 -> 1536 features at 8,192 tokens: 0\.\d\d of bf16's speed in FP8 \({origin}\)", reason)
+    ends = r"0\.\d\d to 0\.\d\d by other assumptions"
+    assert re.fullmatch(rf"512 -> 1536 features at 8,192 tokens: 0\.\d\d of bf16's speed in FP8, {ends} \({origin}\)", reason)
 
 
 def test_the_reason_says_whether_a_table_is_measured() -> None:
