@@ -72,7 +72,7 @@ def train(rank: int, seed: int, mesh: Mesh, order: list[int], zero_stage: int = 
     for step in range(3):
         for is_last in (False, True):
             for block in model.blocks:
-                block.left_out = {name for name in PARTS if draw.random() < 0.3}
+                block.left_out = {name for name in PARTS[:-1] if draw.random() < 0.3}  # no rank skips a block
             with loop.no_sync(not is_last):
                 x = torch.randn(4, 16, generator=torch.Generator().manual_seed(2 * step + rank)).pin_memory()
                 model(x.to(GPU, non_blocking=True)).square().mean().backward()
