@@ -62,9 +62,9 @@ def test_another_step_is_traced(parts: Any) -> None:
 
 
 def test_they_end_where_other_layers_gain_by_fp8() -> None:
-    """From 12,288 tokens on llama-8b converts layers that it leaves in bf16 before."""
-    documents = [preset_job("llama-8b", "te").model_dump(mode="json", exclude_unset=True) for _ in range(2)]
-    documents[0]["training"]["global_batch_size"], documents[1]["training"]["global_batch_size"] = 5, 6
+    """Beyond 12,288 tokens llama-70b converts layers that it leaves in bf16 before."""
+    documents = [preset_job("llama-70b", "te").model_dump(mode="json", exclude_unset=True) for _ in range(2)]
+    documents[0]["training"]["global_batch_size"], documents[1]["training"]["global_batch_size"] = 6, 7
     within, beyond = (preset_peak(JobSpec.model_validate(document)) for document in documents)
     assert within is not None
     assert beyond is None

@@ -43,9 +43,14 @@ class GradientRelease:
 
     def close(self, finite: Tensor) -> Tensor:
         """End the step. Returns whether all its gradients were finite, and `finite` is true; bool ()."""
-        flags = [flag.to(finite.device) for flag in self.finite]
+        flags = self.finite
         self.drop_interrupted_step()
-        return torch.stack([finite, *flags]).all()
+        if not flags:
+            return finite
+        if finite.is_cpu and not bool(finite):  # of gradients that nobody released; the device is not asked
+            return torch.zeros_like(flags[0])
+        others = [] if finite.is_cpu else [finite]
+        return torch.stack([flag.to(flags[0].device) for flag in (*flags, *others)]).all()
 
     def drop_interrupted_step(self) -> None:
         """Forget a backward pass that an exception has ended. What it has stepped stays stepped."""
