@@ -259,6 +259,8 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 def _written(gradient: Tensor | None, mean: Tensor) -> Tensor:
     """Return the gradient with the mean's values, in the memory that it has; without a gradient, a copy of the mean."""
+    if gradient is None and isinstance(mean, Float8Gradient):
+        return Float8Gradient(mean.codes.clone(), mean.dequant_scale.clone(), mean.position)
     if gradient is None:
         return mean.clone()
     if isinstance(gradient, Float8Gradient) and isinstance(mean, Float8Gradient):
