@@ -103,11 +103,13 @@ def extrapolate(traces: Sequence[Sequence[Trace]], blocks: tuple[int, int], dept
             moments.setdefault(key, by_class)
         of_phases.append(_at_depth([max(phase, key=lambda moment: moment.num_bytes) for phase in phases], at_depth))
     largest = max(moments, default=(0, 0))
-    at_peak = dict(zip(PEAK_CLASSES, moments[largest][0] if moments else [0] * len(PEAK_CLASSES), strict=True))
+    alive = moments[largest][0] if moments else [0] * len(PEAK_CLASSES)
     highest, of_highest = max(of_phases)
     if highest > largest:
         moments[highest] = of_highest
-        at_peak["temporary"] += highest[0] - sum(at_peak.values())
+        alive = of_highest[0] if min(of_highest[0]) >= 0 else alive  # a line through two moments may leave less than none
+    at_peak = dict(zip(PEAK_CLASSES, alive, strict=True))
+    at_peak["temporary"] += max(highest, largest)[0] - sum(alive)
     (fewest, most), *_ = traces
     held = {kind: at_depth(num_bytes, most.held[kind]) for kind, num_bytes in fewest.held.items()}
     sent = {key: at_depth(fewest.sent.get(key, 0), most.sent.get(key, 0)) for key in fewest.sent | most.sent}
