@@ -270,6 +270,13 @@ _FP8 = row(
         Query(_by("state", "octet_layers"), "{{state}}"),
         kind="stacked",
     ),
+    panel(
+        "Load of experts",
+        "Tokens of the expert that has fewest, and of that with most, over the mean, in the most uneven mixture. 1: all alike.",
+        "short",
+        Query(_by("expert", "octet_expert_load_ratio"), "{{expert}}"),
+        needs="experts",
+    ),
     is_collapsed=True,
 )
 

@@ -62,7 +62,7 @@ class Panel:
     names: bool = False
     hidden: tuple[str, ...] = ()
     from_zero: bool = True
-    needs: Literal["nothing", "gpu", "dcgm"] = "nothing"
+    needs: Literal["nothing", "gpu", "dcgm", "experts"] = "nothing"
 
 
 class Drawn(TypedDict, total=False):
@@ -73,7 +73,7 @@ class Drawn(TypedDict, total=False):
     names: bool
     hidden: tuple[str, ...]
     from_zero: bool
-    needs: Literal["nothing", "gpu", "dcgm"]
+    needs: Literal["nothing", "gpu", "dcgm", "experts"]
 
 
 def panel(title: str, description: str, unit: str, *queries: Query, kind: Kind = "lines", **drawn: Unpack[Drawn]) -> Panel:

@@ -21,6 +21,7 @@ RULES: list[dict[str, Any]] = [
     for group in yaml.safe_load((ROOT / "deploy/prometheus/rules/octet.yml").read_text())["groups"]
     for rule in group["rules"]
 ]
+EXPERTS_ONLY = {"octet_expert_load_ratio"}
 GPU_ONLY = {"octet_train_flops_utilization_ratio"} | {family.name for family in FAMILIES if "_gpu_" in family.name}
 FROM_PROMETHEUS = {"up", "scrape_duration_seconds"}
 UNUSED_ON_PURPOSE = {
@@ -52,6 +53,10 @@ def test_the_jobs_went_as_they_should(live: Live) -> None:
 
 @pytest.mark.parametrize(("expr", "needs"), [*panel_queries()])
 def test_a_panel_has_data(live: Live, expr: str, needs: str) -> None:
+    if needs == "experts":
+        pytest.skip(
+            "missing: a job with a mixture of experts among the live ones; tests/worker/fp8/test_experts.py has the metric"
+        )
     job_id = "gpu" if needs == "gpu" else live.jobs["O2"]
     assert has_data(live, live.filled_in(expr, job_id))
 
@@ -99,7 +104,7 @@ def test_panels_and_rules_name_exactly_the_exposed_metrics(live: Live) -> None:
 
 def test_a_rank_on_a_cpu_exposes_all_its_metrics(live: Live) -> None:
     told = {line.partition("{")[0].split()[0] for line in samples(live.exposed["rank"])}
-    assert told == {family.name for family in FAMILIES} - GPU_ONLY | {DROPPED}
+    assert told == {family.name for family in FAMILIES} - GPU_ONLY - EXPERTS_ONLY | {DROPPED}
     assert len(list(samples(live.exposed["rank"]))) <= MAX_SERIES
 
 
