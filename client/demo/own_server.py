@@ -23,6 +23,7 @@ from octet.client.text import duration
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
+EXAMPLES = Path("/usr/share/doc")
 _LOG_LINES_SHOWN = 20
 
 
@@ -84,7 +85,10 @@ def own_server(data_dir: Path, data_root: str, terminal: Terminal) -> Iterator[O
     """Start `octet serve` on a free port and wait until it is ready; stop it at the end of the block, however that ends."""
     with _held_port() as port:
         command = [sys.executable, "-P", "-m", "octet.client.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--data-dir", str(data_dir), "--data-root", data_root]
+        command += ["--data-dir", str(data_dir)]
+        # The page's form begins with the README's job, which reads EXAMPLES.
+        for root in (Path(data_root), EXAMPLES):
+            command += ["--data-root", str(root)] if root.exists() else []
         url = f"http://127.0.0.1:{port}"
         terminal.show(Text(f"Starting octet serve on {url}; its data and server.log are in {data_dir}."))
         server = OwnServer(command, url, data_dir)

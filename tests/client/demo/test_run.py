@@ -16,12 +16,14 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 from octet.api_schemas import FailureReason, FinishedReport, JobSpec, JobState, JobSummary, LogReport
 from octet.client import Client, SpecRefused
 from octet.client.cli import build_app
 from octet.client.demo.job import JUDGED_FROM_STEPS, demo_spec
+from octet.client.demo.own_server import EXAMPLES
 from tests.client.octet_app import OctetApp, Rank
 
 MakeSummary = Callable[..., JobSummary]
@@ -194,6 +196,8 @@ def test_nothing_is_left_of_a_server_of_its_own(tmp_path: Path, ended_by: signal
                 assert httpx.get(page).headers["content-type"].startswith("text/html")
                 with Client(page.partition("/jobs/")[0]) as client:
                     assert [job.state for job in client.jobs()] == [JobState.SUCCEEDED]
+                    if EXAMPLES.is_dir():  # what the page's form begins with
+                        client.validate(yaml.safe_load(Path("examples/gpt-tiny.yaml").read_text("utf-8")))
                 demo.send_signal(signal.SIGINT)
             # The second time the server is being stopped already.
             if ended_by is not None and ("job.placed" in line or "Stopping" in line):

@@ -71,18 +71,18 @@ export function mark(element, name, value) {
   else element.setAttribute(name, value);
 }
 
-/** Build an error's words: a problem document's title, detail and violations. @param {unknown} error @returns {HTMLElement} */
+/** Build an error's words: its title, and its violations or its detail. @param {unknown} error @returns {HTMLElement} */
 export function problem(error) {
   const { title, message, errors = [] } = /** @type {any} */ (error);
-  const more = errors.length ? h("ul", {}, errors.map(violation)) : null;
-  return h("div", { class: "problem", role: "alert" }, h("strong", {}, title ?? "This part failed"), h("p", {}, message), more);
+  const why = errors.length ? h("ul", {}, errors.map(violation)) : h("p", {}, message);
+  return h("div", { class: "problem", role: "alert" }, h("strong", {}, title ?? "This part failed"), why);
 }
 
-/** Say what a field allows, and what to change. @param {{message: string, allowed: string}} each */
-export const advice = ({ message, allowed }) => `Allowed: ${allowed}. ${message}`;
+/** Say what a field allows, and what to change. @param {{message: string, allowed: string | null}} each */
+export const advice = ({ message, allowed }) => (allowed === null ? message : `Allowed: ${allowed}. ${message}`);
 
-/** @param {{field: string, message: string, allowed: string}} each */
-const violation = (each) => h("li", {}, h("code", {}, each.field), ` ${advice(each)}`);
+/** @param {{field: string, got: string, message: string, allowed: string | null}} each */
+const violation = (each) => h("li", {}, h("code", {}, each.field || "the job"), `: got ${each.got}. ${advice(each)}`);
 
 /**
  * Build a titled part of a page whose content may fail alone.
