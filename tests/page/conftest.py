@@ -165,7 +165,7 @@ def context(chromium: "Browser", errors: list[str]) -> "Iterator[BrowserContext]
     made.on("console", said)
     made.on("response", answered)
     made.on("weberror", lambda error: errors.append(str(error.error)))
-    made.set_default_timeout(20_000)
+    made.set_default_timeout(1000 * LONG_S)
     yield made
     made.close()
     assert errors == []
