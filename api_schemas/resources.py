@@ -117,6 +117,9 @@ class PoolConfig(Contract):
     backfill: bool = Field(
         default=True, description="lend slots that a waiting job cannot use yet to jobs behind it, which make way when it fits"
     )
+    preempts: bool = Field(
+        default=False, description="have jobs of lower priorities make way, after a checkpoint, for one that fits then"
+    )
     tenants: dict[TenantName, TenantConfig] = Field(
         default_factory=dict, description="shares and limits by tenant; others have a share of 1 and no limit"
     )

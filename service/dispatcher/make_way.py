@@ -16,11 +16,12 @@ from octet.service.jobs import attempts, commands
 from octet.service.jobs.attempts import Ending
 from octet.service.jobs.lifecycle import AttemptEvent
 from octet.service.jobs.limits import Reached, reached
-from octet.service.scheduling.decide import is_worth_growing, most_of, to_reclaim
+from octet.service.scheduling.decide import is_worth_growing, most_of
 from octet.service.scheduling.pools import pools_with_hours, read_pools
 from octet.service.scheduling.quotas import hours_reason
 from octet.service.store.queue import ShrunkAttempt
 
+_PREEMPTED = "a job of a higher priority needs its slots"
 FRESH = timedelta(seconds=5)
 """A checkpoint is as old at most when its attempt ends for a larger one."""
 
@@ -35,24 +36,22 @@ def drain(context: DispatcherContext) -> int:
 
 
 def reclaim(context: DispatcherContext) -> None:
-    """Take lent slots back once the job ahead fits with what is free and what is lent.
+    """Take slots back once the job ahead fits with them: lent ones, and in pools that preempt those of less urgent jobs.
 
     A loan ends by itself when no job waits ahead any more: the attempt keeps its slots then, as any other.
     """
     with context.database.read() as session:
-        loans = store.queue.loans(session)
-        if not loans:
+        lent = {loan.pool for loan in store.queue.loans(session)}
+        if not lent and not any(pool.preempts for pool in context.settings.pools):
             return
         decided = decisions(context, session, context.database.now(session))
-    ahead = {each.pool: each for each in decided if each.holds_back}
-    for pool in {loan.pool for loan in loans}:
-        if pool not in ahead:
-            with context.write() as (session, _):
-                store.queue.end_loans(session, pool)
-            continue
-        for loan in to_reclaim([loan for loan in loans if loan.pool == pool], ahead[pool].short):
-            if _ask(context, loan.attempt_id, "the job ahead of it can use the slots that it was lent"):
-                context.wake()
+    for pool in lent - {each.pool for each in decided if each.holds_back}:
+        with context.write() as (session, _):
+            store.queue.end_loans(session, pool)
+    for loan in (loan for each in decided for loan in each.reclaims):
+        why = "the job ahead of it can use the slots that it was lent" if loan.priority is None else _PREEMPTED
+        if _ask(context, loan.attempt_id, why):
+            context.wake()
 
 
 def _ask(context: DispatcherContext, attempt_id: str, why: str) -> bool:

@@ -5,9 +5,10 @@ strict. Jobs go by priority. If several tenants have jobs of the highest priorit
 its share, and of equal ones the one whose last start is longest ago. Within a tenant jobs go by age.
 
 A job that does not fit holds back the jobs behind it, so that small jobs cannot starve a large one. They may borrow slots which
-it cannot use yet: they start, and make way once it fits with what is free and what was lent. A job that its tenant's
-limit or quota holds back does so to that tenant's jobs alone. A job that cannot run yet for a reason of its own (it backs off,
-or its last attempt may still be alive) is passed over and holds back no other job.
+it cannot use yet: they start, and make way once it fits with what is free and what was lent. In a pool that preempts, attempts
+of lower priorities make way for it as well. A job that its tenant's limit or quota holds back does so to that tenant's jobs
+alone. A job that cannot run yet for a reason of its own (it backs off, or its last attempt may still be alive) is passed over
+and holds back no other job.
 """
 
 import math
@@ -28,8 +29,8 @@ WAITS_FOR_PLAN = "the memory that it takes is being planned; others are placed m
 class PoolState:
     """The slots of a pool: configured, present (None until the cluster says), and taken by attempts not yet released.
 
-    needs_plans: it states its devices' memory, so that jobs are planned before they are placed. used: by tenant. lent: to
-    attempts that make way when they are asked to. leaving: of attempts that end. storage: of tenants whose is limited.
+    needs_plans: it states its devices' memory, so that jobs are planned before they are placed. used: by tenant. loans:
+    attempts that make way when they are asked to. leaving: slots of attempts that end. storage: of tenants whose is limited.
     without_device: slots that nodes offer and have no device for.
     """
 
@@ -40,7 +41,7 @@ class PoolState:
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     needs_plans: bool = False
     backfills: bool = True
-    lent: int = 0
+    loans: tuple[Loan, ...] = ()
     leaving: int = 0
     storage: Mapping[str, Storage] = field(default_factory=dict)
     without_device: int = 0
@@ -73,8 +74,8 @@ class Decision:
 
     workers: ranks that it starts with. free: slots that the pool had for it. `holds_back` is true for the job for which all
     others behind it wait, unless they have a reason of their own. borrows: it starts on slots that this job cannot use yet.
-    short: the slots that attempts have to give back for a job which fits then. missing: the slots that have to come back for
-    it and for all that are ahead of it and wait for slots; 0 if it starts, None if it waits for something else.
+    reclaims: the attempts that have to make way for a job which fits then. missing: the slots that have to come back for it and
+    for all that are ahead of it and wait for slots; 0 if it starts, None if it waits for something else.
     """
 
     job_id: str
@@ -85,7 +86,7 @@ class Decision:
     free: int | None = None
     holds_back: bool = False
     borrows: bool = False
-    short: int = 0
+    reclaims: tuple[Loan, ...] = ()
     missing: int | None = None
 
 
@@ -138,11 +139,11 @@ def _decide_pool(
             demand += job.worker_counts[-1]
         missing = max(1, demand - free) if waits_for_slots and is_known else None
         holds_back = waits_for_slots and ahead is None
-        short = 0
+        reclaims: tuple[Loan, ...] = ()
         if holds_back:
             ahead = _Ahead(job, pool)
-            short = ahead.short(free)
-        yield Decision(job.id, job.pool, position, why, holds_back=holds_back, short=short, missing=missing)
+            reclaims = ahead.reclaims(free)
+        yield Decision(job.id, job.pool, position, why, holds_back=holds_back, reclaims=reclaims, missing=missing)
 
 
 class _Ahead:
@@ -150,7 +151,8 @@ class _Ahead:
 
     def __init__(self, job: QueuedJob, pool: PoolState | None) -> None:
         self.job = job
-        self.lent = pool.lent if pool else 0
+        self._loans = [loan for loan in pool.loans if loan.makes_way_for(job.priority)] if pool else []
+        self.lent = sum(loan.workers for loan in self._loans)
         self._leaving = pool.leaving if pool else 0
         self._lends = pool is not None and pool.backfills
 
@@ -169,10 +171,10 @@ class _Ahead:
         without_loans = free + self._leaving - self.fewest
         return free if without_loans + self.lent < 0 else min(free, max(0, without_loans))
 
-    def short(self, free: int) -> int:
-        """Return how many lent slots it needs back, which is 0 as long as it would not fit with all of them."""
+    def reclaims(self, free: int) -> tuple[Loan, ...]:
+        """Return the attempts that make way for it: none, as long as it would not fit with the slots of all of them."""
         missing = self.fewest - free - self._leaving
-        return missing if 0 < missing <= self.lent else 0
+        return tuple(to_reclaim(self._loans, missing)) if 0 < missing <= self.lent else ()
 
 
 def to_reclaim(loans: Iterable[Loan], short: int) -> list[Loan]:

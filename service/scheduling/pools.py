@@ -1,7 +1,6 @@
 """Reads the state of the pools for a decision: slots, what tenants and loans take of them, and what comes back."""
 
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
@@ -26,9 +25,7 @@ def read_pools(
     quotas = settings.quotas.tenants
     stored = store.use.storage_of(transaction, quotas)
     storage = {tenant: Storage(num_bytes, quotas[tenant].storage_bytes) for tenant, num_bytes in stored.items()}
-    lent: Counter[str] = Counter()
-    for loan in store.queue.loans(transaction):
-        lent[loan.pool] += loan.workers
+    loans = store.queue.loans(transaction, [pool.name for pool in settings.pools if pool.preempts])
     return [
         PoolState(
             pool.name,
@@ -38,7 +35,7 @@ def read_pools(
             pool.tenants,
             needs_plans=pool.plans_jobs,
             backfills=pool.backfill,
-            lent=lent[pool.name],
+            loans=tuple(loan for loan in loans if loan.pool == pool.name),
             leaving=leaving.get(pool.name, 0),
             storage=storage,
             without_device=capacity[pool.name].slots_without_device if pool.name in capacity else 0,

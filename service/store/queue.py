@@ -15,6 +15,7 @@ from sqlalchemy import (
     Select,
     Text,
     bindparam,
+    case,
     cast,
     delete,
     func,
@@ -265,16 +266,23 @@ class Release(NamedTuple):
 
 
 class Loan(NamedTuple):
-    """An attempt on slots that a job ahead of it cannot use yet."""
+    """An attempt that makes way for the job ahead: on slots that were lent (priority None), or for one of a higher priority."""
 
     attempt_id: str
     pool: str
     workers: int
+    priority: int | None = None
+
+    def makes_way_for(self, priority: int) -> bool:
+        return self.priority is None or self.priority < priority
 
 
-def loans(transaction: Transaction) -> list[Loan]:
-    """List the attempts on lent slots that nobody has asked to end, in the order in which they give them back."""
-    return [Loan(*row) for row in connection_of(transaction).execute(_LOANS)]
+def loans(transaction: Transaction, preempting: Iterable[str] = ()) -> list[Loan]:
+    """List the attempts on lent slots that nobody has asked to end, in the order in which they give them back.
+
+    preempting: pools whose other attempts are listed too, with their priorities.
+    """
+    return [Loan(*row) for row in connection_of(transaction).execute(_LOANS, {"preempting": list(preempting)})]
 
 
 def slots_leaving(transaction: Transaction) -> dict[str, int]:
@@ -475,9 +483,9 @@ _USE = (
 )
 _GOES_ON = AttemptRow.state.in_(_LIVE) & (JobRow.desired == DesiredState.RUN)
 _LOANS = (
-    select(AttemptRow.id, AttemptRow.pool, AttemptRow.workers)
+    select(AttemptRow.id, AttemptRow.pool, AttemptRow.workers, case((AttemptRow.is_lent, null()), else_=JobRow.priority))
     .join(JobRow, JobRow.id == AttemptRow.job_id)
-    .where(_HOLDS_SLOTS, AttemptRow.is_lent, _GOES_ON)
+    .where(_HOLDS_SLOTS, _GOES_ON, or_(AttemptRow.is_lent, AttemptRow.pool.in_(bindparam("preempting", expanding=True))))
     .order_by(JobRow.priority, JobRow.id.desc())
 )
 _RELEASES = (

@@ -286,7 +286,8 @@ def test_neither_large_nor_small_jobs_starve(ends: list[int]) -> None:
 
 def lending(*jobs: Job, own: int = 0, lent: int = 0, leaving: int = 0) -> dict[str, Decision]:
     """Decide in a pool of eight slots. own: slots of attempts that keep them. leaving: of attempts that end."""
-    pool = PoolState("cpu", 8, 8, {"default": Use(own + lent + leaving, 1)}, lent=lent, leaving=leaving)
+    loans = tuple(Loan(f"lent-{number}", "cpu", 1) for number in range(lent))
+    pool = PoolState("cpu", 8, 8, {"default": Use(own + lent + leaving, 1)}, loans=loans, leaving=leaving)
     return {each.job_id: each for each in decide(jobs, [pool], NOW, lease_grace_s=15)}
 
 
@@ -294,7 +295,7 @@ def test_slots_that_the_job_ahead_cannot_use_yet_are_lent() -> None:
     large, *small = Job("a", 8), Job("b", 2), Job("c", 2), Job("d", 1)
     decisions = lending(large, *small, own=5)
     assert {each.job_id: each.borrows for each in decisions.values() if each.why is None} == {"b": True, "d": True}
-    assert (decisions["a"].holds_back, decisions["a"].short) == (True, 0)
+    assert (decisions["a"].holds_back, decisions["a"].reclaims) == (True, ())
     assert decisions["c"].why == "behind a job that needs 8 slots of pool 'cpu'; 1 of 8 are free. It is a"
     assert not lending(*small, own=5)["b"].borrows
 
@@ -315,7 +316,35 @@ def test_slots_that_the_job_ahead_cannot_use_yet_are_lent() -> None:
 )
 def test_lent_slots_come_back_once_the_job_ahead_fits(own: int, lent: int, leaving: int, short: int, borrow: bool) -> None:
     decisions = lending(Job("a", 6), Job("b", 1), own=own, lent=lent, leaving=leaving)
-    assert (decisions["a"].why is None, decisions["a"].short, decisions["b"].borrows) == (False, short, borrow)
+    assert (decisions["a"].why is None, len(decisions["a"].reclaims), decisions["b"].borrows) == (False, short, borrow)
+
+
+def preempting(*jobs: Job, running: dict[str, tuple[int, int]]) -> dict[str, Decision]:
+    """Decide in a pool of eight slots that preempts. running: attempts by name, each with its slots and its priority."""
+    loans = tuple(Loan(name, "cpu", *each) for name, each in sorted(running.items(), key=lambda item: item[1][1]))
+    used = {"default": Use(sum(slots for slots, _ in running.values()), len(running))}
+    pool = PoolState("cpu", 8, 8, used, loans=loans)
+    return {each.job_id: each for each in decide(jobs, [pool], NOW, lease_grace_s=15)}
+
+
+@pytest.mark.parametrize(
+    ("needs", "priority", "make_way"),
+    [
+        (1, 80, ""),  # one slot is free
+        (3, 80, "b"),  # two are missing: the least urgent goes
+        (4, 80, "ab"),
+        (5, 80, "ab"),
+        (6, 80, ""),  # it would not fit if all below it made way
+        (3, 20, "b"),
+        (4, 20, ""),  # an equal keeps its slots
+        (3, 10, ""),
+    ],
+)
+def test_what_is_less_urgent_makes_way_where_the_pool_preempts(needs: int, priority: int, make_way: str) -> None:
+    running = {"a": (2, 20), "b": (2, 10), "c": (3, 80)}
+    job = preempting(Job("job", needs, priority), running=running)["job"]
+    assert "".join(sorted(loan.attempt_id for loan in job.reclaims)) == make_way
+    assert (job.why is None) == (needs == 1)
 
 
 def test_as_few_make_way_as_are_needed() -> None:
@@ -344,8 +373,9 @@ def test_a_loan_delays_the_job_ahead_by_nothing_but_its_own_end(needs: int, own:
             assert number <= fits_since + rounds_to_end
             return
         borrowing = [job_id for job_id, each in decisions.items() if each.borrows]
-        ends = to_reclaim(lent, decisions["a"].short)
+        ends = {int(loan.attempt_id.removeprefix("lent-")) for loan in decisions["a"].reclaims}
         leaving += [rounds_to_end] * len(ends)
-        lent = [loan for loan in lent if loan not in ends] + [Loan(job_id, "cpu", 1) for job_id in borrowing]
+        lent = [loan for number, loan in enumerate(lent) if number not in ends]
+        lent += [Loan(job_id, "cpu", 1) for job_id in borrowing]
         queue = [job for job in queue if job.id not in borrowing]
     raise AssertionError("the job ahead never started")

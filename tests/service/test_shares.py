@@ -132,6 +132,30 @@ def test_a_job_borrows_slots_and_makes_way_for_the_one_ahead(world: World) -> No
     assert not world.attempts(behind)[-1].is_lent
 
 
+def test_a_job_of_lower_priority_makes_way_where_the_pool_preempts(world: World) -> None:
+    pool = POOL.model_copy(update={"preempts": True})
+    world.context.settings = world.settings.model_copy(update={"pools": (pool,)})
+    low, equal = world.submit(tenant="two", workers=2, priority=10), world.submit(tenant="two", workers=2)
+    world.dispatch()
+    world.dispatch()
+    ranks = {job: world.rank_of(job) for job in (low, equal)}
+    for rank in ranks.values():
+        rank.begin()
+    urgent = world.submit(tenant="two", workers=1)
+    world.dispatch()
+    assert [rank.train(1).desired for rank in ranks.values()] == [DesiredState.YIELD, DesiredState.RUN]
+    assert last_event(world, low)[1] == "asked to make way after a checkpoint: a job of a higher priority needs its slots"
+    stop_at(ranks[low], 1)
+    world.dispatch()
+    world.dispatch()
+    assert states(world, [urgent, low, equal]) == ["starting", "queued", "running"]
+    assert world.job(low).num_failures == 0
+    finish(world, urgent)
+    world.dispatch()
+    world.dispatch()
+    assert states(world, [low]) == ["starting"]
+
+
 def test_a_loan_ends_once_nobody_waits_ahead(world: World) -> None:
     world.submit(tenant="two", workers=3)
     world.dispatch()
