@@ -14,6 +14,7 @@ from pydantic import Field
 
 from octet.api_schemas.base import Contract
 from octet.api_schemas.comparison import NOISE, Arm, Child, Comparison, ComparisonSpec, EvaluatedPoint, Outcome
+from octet.api_schemas.evaluation import HALF_WIDTH
 from octet.api_schemas.job import JobSummary
 from octet.api_schemas.paired import Answer, Interval, Look, gaps, look, moved_by_chance, num_needed, why_not_calm
 
@@ -296,7 +297,7 @@ def _gaps(own: Sequence[Outcome], references: Sequence[Outcome]) -> list[Gap]:
     points = [{point.step: point for point in outcome.points} for outcome in (*own, *references)]
     for step in sorted(set.intersection(*map(set, points))):
         at_step = [each[step] for each in points]
-        for measure in ("loss", *at_step[0].metrics):
+        for measure in ("loss", *(name for name in at_step[0].metrics if not name.endswith(HALF_WIDTH))):
             values = [_value(point, measure) for point in at_step]
             known = [value for value in values if value is not None]
             if len(known) == len(values):

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from octet.api_schemas.accelerate import is_accelerate, precision_from_accelerate
 from octet.api_schemas.base import Contract, Timestamp, merge_patch, refusal
 from octet.api_schemas.data import DataSpec
+from octet.api_schemas.evaluation import EvaluationSpec
 from octet.api_schemas.export import ExportSpec, MismatchCard
 from octet.api_schemas.inputs import tokens_per_sample
 from octet.api_schemas.job_plan import JobPlan
@@ -71,6 +72,7 @@ class JobSpec(Contract):
     )
     retry: RetrySpec = RetrySpec()
     export: ExportSpec | None = Field(default=None, description="write what was trained for servers of models; default: no")
+    evaluation: EvaluationSpec | None = Field(default=None, description="run tasks of a suite on what is exported; default: no")
     labels: Labels = Field(default_factory=dict, max_length=64)
     trackers: TrackersSpec = Field(
         default=TrackersSpec(), description="programs that show the job's curves; an operator's of a kind takes its place"
@@ -108,6 +110,11 @@ class JobSpec(Contract):
         num_data_ranks, training = self.layout.data, self.training
         micro_batch_size = training.micro_batch_size or training.global_batch_size // num_data_ranks
         return BatchDivision(training.global_batch_size, micro_batch_size, num_data_ranks)
+
+    @property
+    def runs_users_code(self) -> bool:
+        """True if ranks run code of the user's: an own model's, or the templates and functions of tasks."""
+        return self.model.sizes.capabilities.users_code or self.evaluation is not None
 
     @property
     def resolved_precision(self) -> PrecisionSpec:
@@ -281,7 +288,8 @@ class JobSummary(Contract):
     evaluation_loss: float
     evaluation_perplexity: float = Field(description="exp(evaluation_loss)")
     evaluation_metrics: dict[str, float] = Field(
-        default_factory=dict, description="other values that the model's family measures on the evaluation data, by name"
+        default_factory=dict,
+        description="other values that the model's family measures on the evaluation data, and scores of `evaluation`, by name",
     )
     tokens: int
     tokens_per_s: float = Field(description="mean over the last 1,000 steps, without an attempt's first")

@@ -68,7 +68,9 @@ class EvaluationReport(Contract):
     loss: float | None
     tokens: Count
     metrics: dict[Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}$")], float | None] = Field(
-        default_factory=dict, max_length=16, description="other values that the model's family measures, by name"
+        default_factory=dict,
+        max_length=128,
+        description="other values that the model's family measures, and scores of the job's `evaluation`, by name",
     )
 
 

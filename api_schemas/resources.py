@@ -112,7 +112,8 @@ class PoolConfig(Contract):
     )
     threads_per_worker: int = Field(default=1, ge=1, le=1024)
     allows_entrypoints: bool = Field(
-        default=False, description="run models of family python: any code that the workers' Python can import"
+        default=False,
+        description="run models of family python and tasks of `evaluation`: any code that the workers' Python can import",
     )
     backfill: bool = Field(
         default=True, description="lend slots that a waiting job cannot use yet to jobs behind it, which make way when it fits"

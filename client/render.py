@@ -3,7 +3,7 @@
 A table fits 80 columns: where a terminal is too narrow, the names and messages in it are cut, and no number or id.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from typing import Any
 
@@ -16,6 +16,7 @@ from octet.api_schemas.catalog import ModelFamily
 from octet.api_schemas.comparison import Comparison
 from octet.api_schemas.comparison_report import ComparisonReport
 from octet.api_schemas.curve import Curve
+from octet.api_schemas.evaluation import HALF_WIDTH
 from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.keys import ApiKey
 from octet.api_schemas.levels import Level
@@ -213,14 +214,26 @@ def _num_parameters(job: Job) -> str:
     return number(counted, ",d")
 
 
+def _measured(metrics: Mapping[str, float]) -> Iterable[tuple[str, str]]:
+    """Yield metrics by name, with their 95 % intervals where they have any."""
+    for name, value in metrics.items():
+        if not name.endswith(HALF_WIDTH):
+            half_width = metrics.get(f"{name}{HALF_WIDTH}")
+            yield name.replace("_", " "), share(value) + ("" if half_width is None else f" ± {share(half_width)}")
+
+
+def share(value: float | None) -> str:
+    """Write a metric: a share in percent, and another number, such as bits per byte, as it is."""
+    return number(value, ".2%" if value is None or 0 <= value <= 1 else ".4g")
+
+
 def _results(job: Job) -> Iterable[tuple[str, str]]:
     summary = job.summary
     if summary is None:
         return
     yield "final loss", number(summary.final_loss)
     yield "evaluation", f"loss {summary.evaluation_loss:.4f}, perplexity {summary.evaluation_perplexity:.3f}"
-    for name, value in summary.evaluation_metrics.items():
-        yield name.replace("_", " "), f"{value:.2%}"
+    yield from _measured(summary.evaluation_metrics)
     yield (
         "speed",
         f"{summary.tokens_per_s:,.0f} tokens/s, {summary.tokens:,} tokens in {duration(summary.train_time_s)}",
@@ -304,7 +317,7 @@ def exports_table(exports: Iterable[Export]) -> Table:
 def curve_table(curve: Curve) -> Table:
     """A row for each bucket of steps: losses are means over it, and the learning rate is that of its last step."""
     evaluated = {_bucket(curve, step): place for place, step in enumerate(curve.evaluations.step)}
-    names = list(curve.evaluations.metrics)
+    names = [name for name in curve.evaluations.metrics if not name.endswith(HALF_WIDTH)]
     columns = ("STEP", "LOSS", "EVAL LOSS", *map(_column_of, names), "GRAD NORM", "RATE", "TOKENS/S", "WAIT")
     grid = table(*columns, right=columns)
     for row, step in enumerate(curve.step):
@@ -313,7 +326,7 @@ def curve_table(curve: Curve) -> Table:
             str(step),
             number(curve.loss[row]),
             number(None if place is None else curve.evaluations.loss[place]),
-            *(number(None if place is None else curve.evaluations.metrics[name][place], ".2%") for name in names),
+            *(share(None if place is None else curve.evaluations.metrics[name][place]) for name in names),
             number(curve.gradient_norm[row], ".3f"),
             number(curve.learning_rate[row], ".2e"),
             number(curve.tokens[row] / time_s if time_s else None, ",.0f"),

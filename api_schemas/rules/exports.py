@@ -3,10 +3,11 @@
 from octet.api_schemas.export import CALIBRATION_TOKENS
 from octet.api_schemas.models import families_with
 from octet.api_schemas.rules.precision import levels_where
-from octet.api_schemas.rules.rule import Rule, below, differs, equals, none_of
+from octet.api_schemas.rules.rule import Rule, below, differs, equals, multiple_of, none_of
 
 FORMAT, LAYOUT, ACTIVATIONS, WHEN = "export.format", "export.layout", "export.activations", "export.when"
 LIMIT = "export.max_kl_divergence"
+EVERY = "evaluation.every"
 _NOT_CONVERTING = levels_where(lambda level: level.gemm == "fp32")
 
 EXPORT = below(
@@ -95,5 +96,59 @@ EXPORT = below(
         allowed="at least 1",
         why="the best checkpoint has to stay until the end",
         change="Remove training.keep.best, or set export.when to end.",
+    ),
+)
+
+EVALUATION = below(
+    differs("evaluation", None),
+    Rule(
+        "evaluation",
+        must=differs("export", None),
+        got="evaluation without export",
+        allowed="with export",
+        why="tasks are run on what is exported",
+        change="Add export with format bf16, or remove evaluation.",
+    ),
+    Rule(
+        "evaluation",
+        must=equals("model.sizes.task", "next_token"),
+        got="evaluation with a model of task {model.sizes.task}",
+        allowed="with models that predict the next token",
+        why="tasks ask for the probability of a text",
+        change="Remove evaluation.",
+    ),
+    *below(
+        differs(EVERY, 0),
+        Rule(
+            EVERY,
+            when=(differs("export", None),),
+            must=equals(WHEN, "every_checkpoint"),
+            allowed="0 with export.when {export.when}, whose one export is evaluated",
+            change="Remove evaluation.every, or set export.when to every_checkpoint.",
+        ),
+        *(
+            rule
+            for field, why in (
+                ("training.checkpoint_every", "an export is made of a checkpoint"),
+                ("training.eval_every", "scores stand with the loss of the same step"),
+            )
+            for rule in (
+                Rule(
+                    field,
+                    must=differs(field, 0),
+                    allowed="at least 1 with evaluation.every",
+                    why=why,
+                    change=f"Set {field} to evaluation.every, or remove evaluation.every.",
+                ),
+                Rule(
+                    EVERY,
+                    when=(differs(field, 0),),
+                    must=multiple_of(EVERY, field),
+                    allowed="a multiple of {name}, {value}",
+                    why=why,
+                    change=f"Change evaluation.every, or {field}.",
+                ),
+            )
+        ),
     ),
 )

@@ -21,6 +21,11 @@ def _changed(metric: str, selector: str = _JOB) -> str:
     return f"{now} != {before} or ({now} unless {before})"
 
 
+_MEASURED = f'{_JOB[:-1]}, metric!~".+_half_width"}}'
+_SCORES = f"octet_job_evaluation_metric{_MEASURED}"
+_OF_HALF_WIDTHS = f'octet_job_evaluation_metric{_JOB[:-1]}, metric=~".+_half_width"}}'
+_HALF_WIDTHS = f'label_replace({_OF_HALF_WIDTHS}, "metric", "$1", "metric", "(.+)_half_width")'
+
 _NOW = row(
     "Now",
     stat_panel(
@@ -114,9 +119,19 @@ _LEARNING = row(
         "Accuracy",
         "Of each evaluation, as the model's family measures it: of tokens, of masked tokens, top-1 and top-5 of images.",
         "percentunit",
-        Query(_by("metric", "octet_job_evaluation_metric"), "{{metric}}"),
+        Query(_by("metric", "octet_job_evaluation_metric", _MEASURED), "{{metric}}"),
         Query(_by("metric, rank", "octet_train_evaluation_metric"), "rank {{rank}} {{metric}}"),
         width=12,
+    ),
+    panel(
+        "Scores of tasks",
+        "Of `evaluation`, on the newest export that has any, with the ends of their 95 % intervals.",
+        "short",
+        Query(f"max by (metric) ({_SCORES} and {_HALF_WIDTHS})", "{{metric}}"),
+        Query(f"max by (metric) ({_SCORES} - {_HALF_WIDTHS})", "{{metric}} least"),
+        Query(f"max by (metric) ({_SCORES} + {_HALF_WIDTHS})", "{{metric}} most"),
+        width=12,
+        from_zero=False,
     ),
     panel(
         "Perplexity",

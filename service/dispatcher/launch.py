@@ -61,10 +61,10 @@ def _claim(context: DispatcherContext, session: Session, attempt_id: str, now: d
         return None
     job, attempt = locked
     pool = context.settings.pool(attempt.pool)
-    is_users_code = job.spec["model"].get("family") in families_with("users_code")
+    is_users_code = job.spec["model"].get("family") in families_with("users_code") or bool(job.spec.get("evaluation"))
     is_refused = pool is not None and is_users_code and not pool.allows_entrypoints
     if pool is None or is_refused:
-        now_says = "allows no model of family python any more" if is_refused else "is not configured any more"
+        now_says = "allows no code of users (allows_entrypoints) any more" if is_refused else "is not configured any more"
         message = f"pool {attempt.pool!r} {now_says}"
         attempts.finish(session, job, attempt, Ending(AttemptEvent.FAIL, FailureReason.LAUNCH_FAILED, message), now)
         return None

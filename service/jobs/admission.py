@@ -150,13 +150,13 @@ def _check_pool(spec: JobSpec, settings: Settings) -> None:
             f"at most {pool.slots}, all the slots that pool {pool.name!r} will ever have",
             "Lower resources.workers or choose another pool.",
         )
-    if spec.model.sizes.capabilities.users_code and not pool.allows_entrypoints:
+    if spec.runs_users_code and not pool.allows_entrypoints:
         allowing = ", ".join(pool.name for pool in settings.pools if pool.allows_entrypoints) or "none of this server's"
         raise EntrypointNotAllowed.of(
             (
                 Violation(
-                    field="model.entrypoint",
-                    got=f"{spec.model.title} in pool {pool.name}",
+                    field="evaluation.tasks" if spec.evaluation is not None else "model.entrypoint",
+                    got=f"{spec.model.title if spec.evaluation is None else 'tasks, which are code,'} in pool {pool.name}",
                     allowed=f"pools whose operator sets allows_entrypoints: {allowing}",
                     message="Change resources.pool, or have the operator allow it.",
                 ),

@@ -10,6 +10,7 @@ from typing import NamedTuple, NoReturn
 
 from octet.api_schemas import DataSpec, FamilySizes, ImageInput, JobSpec, ModelSpec, Needs, SpecConflict, Violation, check_data
 from octet.api_schemas.data.files import NEVER_READ, Files, outside_of_roots
+from octet.api_schemas.evaluation import EvaluationSpec
 from octet.service.errors import InvalidRequest
 
 FILES_TO_READ = "files that the service can read"
@@ -23,6 +24,7 @@ class Inputs(NamedTuple):
     model: ModelSpec
     data: DataSpec
     sequence_length: int
+    evaluation: EvaluationSpec | None
 
     @property
     def key(self) -> Hashable:
@@ -36,12 +38,14 @@ class Inputs(NamedTuple):
 
 def inputs_of(spec: JobSpec) -> Inputs:
     """Return what a job reads."""
-    return Inputs(spec.model, spec.data, spec.training.sequence_length)
+    return Inputs(spec.model, spec.data, spec.training.sequence_length, spec.evaluation)
 
 
 def check_files(inputs: Inputs, files: Files) -> None:
     """Check the files of a job's model and data, which can take as long as a file system does."""
     takes, data = _checked_model(inputs, files).takes, inputs.data
+    if inputs.evaluation is not None:
+        _check_evaluation(inputs.evaluation, inputs, files)
     if data.is_stored:
         _check_stored(inputs, files)
         return
@@ -56,6 +60,17 @@ def check_files(inputs: Inputs, files: Files) -> None:
         refuse(conflict.field, conflict.got, conflict.allowed, conflict.change)
     except OSError as error:
         refuse("data.path", _name_in(error, path), FILES_TO_READ, f"{_words(error)}. Make it readable or exclude it.")
+
+
+def _check_evaluation(evaluation: EvaluationSpec, inputs: Inputs, files: Files) -> None:
+    """Look for the tasks and the tokenizer of an evaluation."""
+    path = _readable_path("evaluation.path", evaluation.path, files)
+    try:
+        evaluation.check(inputs.model, inputs.data, files)
+    except SpecConflict as conflict:
+        refuse(conflict.field, conflict.got, conflict.allowed, conflict.change)
+    except OSError as error:
+        refuse("evaluation.path", _name_in(error, path), FILES_TO_READ, f"{_words(error)}. Make it readable.")
 
 
 def _check_stored(inputs: Inputs, files: Files) -> None:

@@ -22,7 +22,8 @@ from octet.service.jobs.attempts import START_PHASES
 from octet.service.store.curves import Point
 
 MAX_JOBS = 200
-MAX_SERIES = 44
+MAX_SERIES = 108
+"""A job has at most 44, and 64 for the scores of its tasks."""
 ENDED_SHOWN_FOR = timedelta(minutes=15)
 COMPARISON = "comparison"
 _LONGEST_LABEL = 100
@@ -41,7 +42,7 @@ HELP = {
     "octet_job_evaluation_loss": "loss of the last evaluation, nats per target: a token or an image",
     "octet_job_evaluation_step": "step after which the last evaluation was made",
     "octet_job_evaluation_perplexity": "exp of the loss of the last evaluation",
-    "octet_job_evaluation_metric": "what the model's family measures besides the loss, such as accuracy, last evaluation",
+    "octet_job_evaluation_metric": "what the model's family measures besides the loss, and scores of tasks, last evaluation",
     "octet_job_remaining_seconds": "expected time to the end at the speed of the last step",
     "octet_job_attempts": "attempts that were placed",
     "octet_job_failures": "attempts that failed",

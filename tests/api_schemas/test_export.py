@@ -46,6 +46,37 @@ def test_what_cannot_be_exported_is_refused(export: dict[str, Any], changes: dic
     assert violation.message
 
 
+A_TASK: dict[str, Any] = {"path": "/tasks", "tasks": ["a"]}
+EVERY = A_TASK | {"every": 50}
+
+
+def every_checkpoint(**training: Any) -> dict[str, Any]:
+    return {"export": {"when": "every_checkpoint"}, "training": TRAINING | training}
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "changes", "field", "allowed"),
+    [
+        (A_TASK, {"export": None}, "evaluation", "with export"),
+        (A_TASK, {"model": {"family": "roberta", "preset": "roberta-tiny"}}, "evaluation", "with models that predict the next"),
+        (A_TASK | {"path": "tasks"}, {}, "evaluation.path", "an absolute path"),
+        (EVERY, {}, "evaluation.every", "0 with export.when end"),
+        (EVERY, every_checkpoint(checkpoint_every=0), "training.checkpoint_every", "at least 1 with evaluation.every"),
+        (EVERY, every_checkpoint(eval_every=0), "training.eval_every", "at least 1 with evaluation.every"),
+        (EVERY, every_checkpoint(checkpoint_every=20), "evaluation.every", "a multiple of training.checkpoint_every, 20"),
+        (EVERY, every_checkpoint(eval_every=20), "evaluation.every", "a multiple of training.eval_every, 20"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_evaluated_is_refused(
+    evaluation: dict[str, Any], changes: dict[str, Any], field: str, allowed: str
+) -> None:
+    document = with_export({}) | {"evaluation": evaluation} | changes
+    violation = refused(lambda whole: whole.update(document))
+    assert violation.field == field
+    assert violation.allowed.startswith(allowed)
+
+
 def test_names_of_forms_differ() -> None:
     """Exports of one step in several forms lie next to one another."""
     forms: list[dict[str, Any]] = [{"format": format} for format in ("fp8", "bf16", "fp32")]

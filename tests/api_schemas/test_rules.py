@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from octet.api_schemas import ExportSpec, ImageInput, JobSpec, OptimizerSpec, ScheduleSpec, SpecConflict, TokenInput, explain
+from octet.api_schemas.evaluation import EvaluationSpec
 from octet.api_schemas.models import FAMILIES, Capabilities
 from octet.api_schemas.rules.document import rules_as_page
 from octet.api_schemas.rules.parts import LEARNING_RATE, OPTIMIZER
@@ -113,7 +114,8 @@ def sample_of(family: str) -> Any:
 def test_every_path_of_a_rule_exists(family: str) -> None:
     """No rule names a field that has been renamed. Fields that only some models have stand behind a condition."""
     model = sample_of(family)
-    spec = JobSpec.model_validate(EXAMPLE).model_copy(update={"model": model, "export": ExportSpec()})
+    parts = {"model": model, "export": ExportSpec(), "evaluation": EvaluationSpec(path="/tasks", tasks=("a",))}
+    spec = JobSpec.model_validate(EXAMPLE).model_copy(update=parts)
     facts = Facts(spec)
     paths = {condition.path for rule in JOB for condition in (*rule.when, rule.must)}
     behind = {

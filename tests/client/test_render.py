@@ -243,6 +243,12 @@ def test_results_of_a_job(make_job: MakeJob, make_summary: MakeSummary) -> None:
     assert "host" not in shown
 
 
+def test_scores_have_their_intervals(make_job: MakeJob, make_summary: MakeSummary) -> None:
+    scores = {"capitals_acc": 0.25, "capitals_acc_half_width": 0.125, "texts_bits_per_byte": 4.5}
+    shown = facts(make_job(state="succeeded", summary=make_summary(evaluation_metrics=scores)))
+    assert (shown["capitals"].split(None, 1)[1], shown["texts"].split()[-1]) == ("25.00% ± 12.50%", "4.5")
+
+
 def test_a_plan_is_shown_beside_what_was_measured(make_job: MakeJob, make_summary: MakeSummary) -> None:
     plan = JobPlan(
         asked_level="auto",

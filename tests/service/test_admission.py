@@ -16,6 +16,7 @@ from octet.service.jobs import admission
 from octet.service.settings import Settings
 from octet.worker.common.errors import DataError
 from octet.worker.data.text import open_source
+from tests.kit.tasks import write_tasks
 
 Document = dict[str, Any]
 
@@ -204,6 +205,48 @@ def test_a_users_own_model_needs_a_pool_that_allows_it(root: Path, spec_document
     assert refused.value.code == "entrypoint_not_allowed"
     pools = tuple(pool.model_copy(update={"allows_entrypoints": True}) for pool in settings.pools)
     admission.check(spec, settings.model_copy(update={"pools": pools}))
+
+
+def evaluated(root: Path, document: Document, evaluation: Document, *, allows: bool = True) -> Violation | None:
+    """The first violation of a job whose exports are evaluated, in a pool that runs code of users."""
+    write(root, {"a.txt": 4000})
+    document |= {"data": {"source": "text", "path": str(root / "a.txt")}, "export": {"format": "bf16"}}
+    settings = Settings(data_dir=root.parent / "octet", data_roots=(root,))
+    pools = tuple(pool.model_copy(update={"allows_entrypoints": allows}) for pool in settings.pools)
+    try:
+        admission.check(
+            JobSpec.model_validate(document | {"evaluation": evaluation}), settings.model_copy(update={"pools": pools})
+        )
+    except InvalidRequest as error:
+        (only,) = error.errors
+        return only
+    return None
+
+
+def test_tasks_of_an_evaluation_are_looked_for(root: Path, spec_document: Document) -> None:
+    folder = write_tasks(root / "tasks")
+    (folder / "own.yaml").write_text("task: own\nprocess_docs: !function utils.process\n")
+    good = {"path": str(folder), "tasks": ["capitals", "own"]}
+    assert evaluated(root, spec_document, good) is None
+    found = evaluated(root, spec_document, good | {"tasks": ["capital"]})
+    assert found is not None
+    assert (found.field, found.got) == ("evaluation.tasks", "capital")
+    assert found.allowed == f"tasks in {folder}: capitals, own, texts, words"
+    for path, allowed in ((root.parent, "a file or folder inside"), (root / "none", "a file or folder that exists")):
+        found = evaluated(root, spec_document, good | {"path": str(path)})
+        assert found is not None
+        assert found.field == "evaluation.path"
+        assert str(found.allowed).startswith(allowed)
+    found = evaluated(root, spec_document, good | {"tokenizer": str(folder)})
+    assert found is not None
+    assert "tokenizer" in f"{found.field} {found.allowed}"
+
+
+def test_tasks_are_code_of_a_user(root: Path, spec_document: Document) -> None:
+    good = {"path": str(write_tasks(root / "tasks")), "tasks": ["capitals"]}
+    found = evaluated(root, spec_document, good, allows=False)
+    assert found is not None
+    assert (found.field, found.got) == ("evaluation.tasks", "tasks, which are code, in pool cpu")
 
 
 @pytest.mark.parametrize(

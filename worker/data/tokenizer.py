@@ -51,7 +51,7 @@ class RecordTokenizer:
         self.folder = folder
         try:
             self.has_template = check_tokenizer(folder, files)
-            self._tokenizer = _load(folder, files)
+            self._tokenizer = load_tokenizer(folder, files)
         except SpecConflict as conflict:
             raise DataError(str(conflict)) from None
         except OSError as error:
@@ -168,7 +168,8 @@ class TokenizedRecords:
         return int(self._tokens.max()) + 1 if len(self._tokens) else 0
 
 
-def _load(folder: Path, files: Files) -> Any:
+def load_tokenizer(folder: Path, files: Files) -> Any:
+    """Load a folder's tokenizer as transformers does, without code of the folder's own. Raises DataError."""
     from octet.worker.models.huggingface import transformers
 
     with TemporaryDirectory(prefix="octet-tokenizer-") as copy:

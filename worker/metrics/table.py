@@ -201,6 +201,8 @@ class Metrics:
                 self.set("octet_layers", body.num_layers_skipped, "skipped")
             case StepReport():
                 self._observe_step(body)
+            case EvaluationReport() if not body.tokens:
+                pass  # an export's: it repeats the loss of its step, which may be an old one, and the server shows scores
             case EvaluationReport():
                 self.set("octet_train_evaluation_loss", _number(body.loss))
                 self.set("octet_train_evaluation_perplexity", _perplexity(body.loss))

@@ -7,19 +7,33 @@ and is reported when all of it is there. An export that fails is an event, and t
 """
 
 import hashlib
+import importlib.util
+import itertools
 import json
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 
-from octet.api_schemas import CheckpointRef, EventReport, ExportReport, ExportSpec, ReportBody, SpecConflict
+from octet.api_schemas import (
+    CheckpointRef,
+    EvaluationReport,
+    EventReport,
+    ExportReport,
+    ExportSpec,
+    ReportBody,
+    SpecConflict,
+    TokenInput,
+)
+from octet.api_schemas.evaluation import HALF_WIDTH, EvaluationSpec
 from octet.api_schemas.export import EXPORT_PROGRESS, MismatchCard
 from octet.worker.checkpoint import BadCheckpoint, complete_in, load
 from octet.worker.checkpoint.files import MANIFEST, WrittenFile, finish, sync
@@ -31,7 +45,7 @@ from octet.worker.pretrained.adapter import export_adapter, export_merged
 from octet.worker.pretrained.calibrate import Calibration
 from octet.worker.pretrained.compressed import Fp8Form
 from octet.worker.pretrained.from_checkpoint import adapted, averaged, copy_settings, trained
-from octet.worker.pretrained.mismatch import logits_of, measure
+from octet.worker.pretrained.mismatch import logits_of, measure, read_as_served
 from octet.worker.pretrained.model_card import Facts, license_of, write_card
 from octet.worker.pretrained.write import PLAIN_DTYPES, check_form, export
 from octet.worker.reporting.reporter import Reporter, order_to_stop
@@ -59,12 +73,31 @@ def check_export(config: TrainConfig, model: nn.Module) -> None:
             StoreFolder(spec.target, config.readable_files.stores)
         except (DataError, SpecConflict) as error:
             raise InvalidConfig(str(error)) from None
+    if config.spec.evaluation is not None:
+        _check_tasks(config, config.spec.evaluation)
     if config.adapter is not None:
         return
     try:
         check_form(model, spec.format, form=_form_of(spec))
     except ValueError as error:
         raise InvalidConfig(f"export: {error}") from None
+
+
+def _check_tasks(config: TrainConfig, evaluation: EvaluationSpec) -> None:
+    """Open the tasks of an evaluation once, so that a mistake in them costs no training. Raises InvalidConfig."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InvalidConfig(
+            "evaluation.suite: the environment of the ranks has no lm_eval; allowed: a suite that is installed there. Install "
+            "octet-fp8[lm-eval] for the ranks, or remove evaluation"
+        )
+    from octet.worker.pretrained.tasks import open_tasks
+
+    try:
+        evaluation.check(config.model, config.data, config.readable_files)
+        with TemporaryDirectory(prefix="octet-tasks-") as cache:
+            open_tasks(evaluation, config.readable_files, Path(cache))
+    except Exception as error:  # a task is code of a user's, and lm-eval raises whatever it stumbles over
+        raise InvalidConfig(f"evaluation: {error}") from error
 
 
 def _form_of(spec: ExportSpec) -> Fp8Form:
@@ -86,10 +119,13 @@ class JobExporter:
         self._checkpoints, self._folder, self._job_id = job_dir / "checkpoints", job_dir / "exports", job_dir.name
         self._form = _form_of(spec)
         self._pending: list[int] = []
+        self._last_step = config.training.steps_for(source.num_train_samples)
         self._reported_at = 0.0
         self._is_last = False
         self.newest: MismatchCard | None = None
         """The card of the newest export."""
+        self.scores: Mapping[str, float] = {}
+        """The finite scores of the newest export that has any, by name."""
 
     def add_all(self, steps: Iterable[int]) -> None:
         """Take checkpoints that are complete, by their steps."""
@@ -114,7 +150,7 @@ class JobExporter:
         Raises an order to stop that leaves no time, as when another attempt has taken over.
         """
         try:
-            report = self._exported(step)
+            report, evaluation = self._exported(step)
         except Stopped:
             raise
         except Exception as error:
@@ -124,13 +160,33 @@ class JobExporter:
         else:
             self.newest = report.mismatch
             self._tell(report)
+            if evaluation is not None:
+                self._report_scores(evaluation)
 
-    def _exported(self, step: int) -> ExportReport:
+    def _report_scores(self, evaluation: EvaluationReport) -> None:
+        """Report the evaluation of a step again, now with its scores, and an event with these in words."""
+        self._tell(evaluation)
+        assert self._config.spec.evaluation is not None
+        tasks = tuple(f"{name}_" for name in self._config.spec.evaluation.tasks)
+        self.scores = {
+            name: value for name, value in evaluation.metrics.items() if name.startswith(tasks) and value is not None
+        }
+        words = [
+            f"{name} {value:.4g}" + (f" ± {self.scores[name + HALF_WIDTH]:.2g}" if name + HALF_WIDTH in self.scores else "")
+            for name, value in self.scores.items()
+            if not name.endswith(HALF_WIDTH)
+        ]
+        message = f"scores of step {evaluation.step}: {', '.join(words)}"
+        self._tell(EventReport(type="job.evaluated", message=message[:4096], data={"step": evaluation.step}))
+
+    def _exported(self, step: int) -> tuple[ExportReport, EvaluationReport | None]:
         ref = next((ref for ref in complete_in(self._checkpoints) if ref.step == step), None)
         if ref is None:
             raise BadCheckpoint(f"{self._checkpoints} has no complete checkpoint of step {step}")
         final = self._folder / f"{ref.name}_{self._spec.label}"
-        return self._sent(find_export(final, ref) or self._written(ref, final), final)
+        report = self._sent(find_export(final, ref) or self._written(ref, final), final)
+        scored = json.loads((final / MANIFEST).read_bytes()).get("evaluation")
+        return report, None if scored is None else EvaluationReport.model_validate(scored)
 
     def _sent(self, report: ExportReport, folder: Path) -> ExportReport:
         """Send an export to the target, if the spec has one, and return its report with its address."""
@@ -152,15 +208,15 @@ class JobExporter:
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             with _own_random_numbers():
-                card = self._write(ref, unfinished)
-            report = self._complete(ref, unfinished, final, card)
+                card, evaluation = self._write(ref, unfinished)
+            report = self._complete(ref, unfinished, final, card, evaluation)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         return report
 
-    def _write(self, ref: CheckpointRef, folder: Path) -> MismatchCard | None:
-        """Write everything but the manifest, and compare what was written. Raises TooFar."""
+    def _write(self, ref: CheckpointRef, folder: Path) -> tuple[MismatchCard | None, EvaluationReport | None]:
+        """Write everything but the manifest, compare what was written, and run tasks on it. Raises TooFar."""
         spec, files = self._spec, self._config.readable_files
         self._reported_at = time.monotonic()
         state = load(self._checkpoints, ref)
@@ -174,7 +230,7 @@ class JobExporter:
             export(model.eval(), None, folder, format=spec.format, form=form)
         else:
             (export_merged if spec.merge else export_adapter)(job, state["model"], folder, dtype, files)
-            if spec.compared_tokens:
+            if spec.compared_tokens or self._config.spec.evaluation is not None:
                 model = adapted(state, files, self._config.training.start_change)
         self._report_progress(ref.step, "its files are written")
         if spec.compared_tokens:
@@ -182,10 +238,39 @@ class JobExporter:
             card = measure(model.eval(), self._config.spec, folder, self._form, batches, spec.compared_tokens, files)
             _check_limit(card, spec.max_kl_divergence)
         copy_settings(job["model"], folder, files)
-        write_card(folder, self._config.spec, self._facts(ref.step, state, card))
-        return card
+        facts = self._facts(ref.step, state, card)
+        tasks = self._config.spec.evaluation
+        if tasks is None or not (spec.when != "every_checkpoint" or tasks.is_due(ref.step, self._last_step)):
+            write_card(folder, self._config.spec, facts)
+            return card, None
+        facts = facts._replace(evaluation={**facts.evaluation, **self._scores(tasks, model, folder, ref.step)})
+        write_card(folder, self._config.spec, facts)
+        values = {name: value if math.isfinite(value) else None for name, value in facts.evaluation.items()}
+        return card, EvaluationReport(step=ref.step, loss=values.pop("loss", None), tokens=0, metrics=values)
 
-    def _complete(self, ref: CheckpointRef, unfinished: Path, final: Path, card: MismatchCard | None) -> ExportReport:
+    @torch.no_grad()
+    def _scores(self, evaluation: EvaluationSpec, model: nn.Module, folder: Path, step: int) -> Mapping[str, float]:
+        """Run tasks on what was written."""
+        from octet.worker.pretrained.tasks import Served, run_tasks
+
+        config, num_passes = self._config, itertools.count(1)
+
+        def before_each() -> None:
+            self._check_order()
+            self._report_progress(step, f"{next(num_passes)} passes of its tasks are computed")
+
+        _, _, as_server = read_as_served(model, config.spec, folder, self._form, config.readable_files)
+        takes = config.sizes.takes
+        longest = (takes.max_sequence_length if isinstance(takes, TokenInput) else None) or config.sequence_length
+        tokenizer = evaluation.tokenizer_folder(config.model, config.data)
+        served = Served(
+            lambda tokens_T: as_server({"tokens": tokens_T[None]}), tokenizer, longest, config.readable_files, before_each
+        )
+        return run_tasks(evaluation, served, config.readable_files)
+
+    def _complete(
+        self, ref: CheckpointRef, unfinished: Path, final: Path, card: MismatchCard | None, scored: EvaluationReport | None
+    ) -> ExportReport:
         """Sync and hash the files, write the manifest, and give the folder its name."""
         self._check_order()
         names = sorted(str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file())
@@ -193,6 +278,7 @@ class JobExporter:
         export_ = self._spec.model_dump(mode="json", include={"format", "layout", "activations"})
         export_ |= {"step": ref.step, "mismatch": None if card is None else card.model_dump(mode="json")}
         manifest = {"version": VERSION, "step": ref.step, "checkpoint": ref.sha256, "export": export_}
+        manifest["evaluation"] = None if scored is None else scored.model_dump(mode="json")
         manifest["files"] = {name: file._asdict() for name, file in files.items()}
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
         for name in (MANIFEST, "."):

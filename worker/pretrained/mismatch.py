@@ -65,21 +65,14 @@ def measure(
     with the batch that reaches so many. files: those that may be read of the folder that adapters belong to. Raises ValueError
     where the files are no network of the family, and where no batch has a token.
     """
-    served, dtype_name = _read_served(model, job, folder, files)
+    served, dtype_name, as_server = read_as_served(model, job, folder, form, files)
     expected = copy.deepcopy(served)
     if adapters_of(model) and not adapters_of(served):
         _adapt(expected, job)
     _put_values(expected, model)
-    for network in (served, expected):
-        _round_to(network.eval(), dtype_name)
+    _round_to(expected.eval(), dtype_name)
     model.eval()
     evaluation, weights, digest = _Differences(), _Differences(), hashlib.sha256()
-    as_server: Callable[[Batch], Tensor] = partial(logits_of, served)
-    input_scales = dict[str, float]()
-    if form.activations == "static":
-        input_scales = read_input_scales(model, PretrainedFiles(folder, Files.below((folder,))))
-    if form.activations != "none":
-        as_server = _server(served, layers_in_codes(model, layout_of_model(model, in_fp8=True)), form, input_scales)
     for batch in batches:
         digest.update(batch["images" if "images" in batch else "tokens"].contiguous().numpy().tobytes())
         written_PV = logits_of(served, batch)
@@ -93,6 +86,23 @@ def measure(
         evaluation=evaluation.result(),
         weights=weights.result(),
     )
+
+
+def read_as_served(
+    model: nn.Module, job: JobSpec, folder: Path, form: Fp8Form, files: Files = ANY_FILE
+) -> tuple[nn.Module, str, Callable[[Batch], Tensor]]:
+    """Return the network of a folder, in fp32, the name of its weights' dtype, and what computes logits as a server would.
+
+    Arguments are those of `measure`. The values are rounded to the dtype.
+    """
+    served, dtype_name = _read_served(model, job, folder, files)
+    _round_to(served.eval(), dtype_name)
+    if form.activations == "none":
+        return served, dtype_name, partial(logits_of, served)
+    input_scales = dict[str, float]()
+    if form.activations == "static":
+        input_scales = read_input_scales(model, PretrainedFiles(folder, Files.below((folder,))))
+    return served, dtype_name, _server(served, layers_in_codes(model, layout_of_model(model, in_fp8=True)), form, input_scales)
 
 
 def _read_served(model: nn.Module, job: JobSpec, folder: Path, files: Files) -> tuple[nn.Module, str]:

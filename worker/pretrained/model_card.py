@@ -87,7 +87,7 @@ def _adapters(spec: JobSpec, *, is_adapter: bool) -> list[str]:
 def _losses(facts: Facts) -> list[str]:
     rows = [] if facts.train_loss is None else [f"| training loss of the last step | {facts.train_loss:.6g} |"]
     rows += [f"| evaluation: {name} | {value:.6g} |" for name, value in facts.evaluation.items()]
-    return ["## Losses\n", "In nats per target.\n", "| | |\n| --- | --- |", *rows, ""] if rows else []
+    return ["## Losses\n", "Losses are in nats per target.\n", "| | |\n| --- | --- |", *rows, ""] if rows else []
 
 
 def _data(spec: JobSpec, facts: Facts) -> list[str]:

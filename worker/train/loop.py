@@ -136,7 +136,10 @@ class Trainer:
             summary = train_reports.summarize(
                 self.config, self.model, self.progress, self.step_times, evaluation, facts, sent_bytes
             )
-            return summary.model_copy(update={"mismatch": self.exporter.newest}) if self.exporter is not None else summary
+            if self.exporter is None:
+                return summary
+            metrics = {**summary.evaluation_metrics, **self.exporter.scores}
+            return summary.model_copy(update={"mismatch": self.exporter.newest, "evaluation_metrics": metrics})
 
     def _start(self, checkpoints: tuple[CheckpointRef, ...]) -> None:
         """Load the newest checkpoint, if there is one, and report where the run begins."""
