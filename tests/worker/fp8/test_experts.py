@@ -80,8 +80,20 @@ def codes_of(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("kind", ["even", "skewed", "an empty expert", "no tokens"])
 @pytest.mark.parametrize("level", [*spread(name for name, row in LEVELS.items() if row.has_own_fp8)])
 def test_they_have_the_bits_of_separate_layers(level: str, kind: str) -> None:
-    torch.set_num_threads(1)
     options: dict[str, Any] = {"recipe": {"scaling": "delayed", "amax_history_length": 2}} if kind == "an empty expert" else {}
+    check_against_separate_layers(level, kind, options)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("kind", ["skewed", "an empty expert"])
+@pytest.mark.parametrize("granularity", ["row", "block", "mx"])
+def test_scales_of_parts_have_them_too(granularity: str, kind: str) -> None:
+    """Each expert multiplies its tokens by itself then."""
+    check_against_separate_layers("O2", kind, {"recipe": {"granularity": granularity}})
+
+
+def check_against_separate_layers(level: str, kind: str, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
     found = []
     for build in (experts, lambda: Separate(experts())):
         model = build()
