@@ -217,7 +217,8 @@ def export(
         raise IllegalTransition("the job has no checkpoint of its last step, which an export is made of. Clone it with export.")
     _check_limit(session, job, now, prices)
     _check_no_files_go(session, job)
-    patch_spec(job, {"export": wanted.model_dump(mode="json")})
+    of_all = {"evaluation": {"every": 0}} if job.spec.get("evaluation") else {}  # tasks are run on this one export
+    patch_spec(job, {"export": wanted.model_dump(mode="json"), **of_all})
     attempts.revive(session, job, JobEvent.EXPORT, now)
     return job
 

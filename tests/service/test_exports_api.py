@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from sqlalchemy.orm.attributes import flag_modified
 
 from octet.api_schemas import CheckpointReport, ExportReport, ExportSpec, FailureReason, FinishedReport
+from octet.service.db.tables import JobRow
 from tests.kit.summaries import summary_of
 from tests.service.databases import ON_SQLITE
 from tests.service.world import World, step
@@ -207,6 +209,22 @@ def succeed(world: World) -> str:
     rank.send(FinishedReport(outcome="succeeded", summary=summary_of(1.0)))
     world.dispatch()
     return job_id
+
+
+@ON_SQLITE
+def test_a_job_with_tasks_is_exported_later_in_one_form(client: TestClient, world: World) -> None:
+    """Tasks of chosen steps belong to exports of every checkpoint."""
+    job_id = succeed(world)
+    with world.database.write() as session:
+        job = session.get_one(JobRow, job_id)
+        training = job.spec["training"] | {"eval_every": 2, "checkpoint_every": 2}
+        evaluation = {"path": "/tasks", "tasks": ["capitals"], "every": 2}
+        job.spec |= {"training": training, "export": {"when": "every_checkpoint"}, "evaluation": evaluation}
+        flag_modified(job, "spec")
+    answer = client.post(f"/v1/jobs/{job_id}/exports", json={"format": "bf16"})
+    assert answer.status_code == 202, answer.json()
+    spec = answer.json()["spec"]
+    assert (spec["export"]["when"], spec["evaluation"]["every"], spec["evaluation"]["tasks"]) == ("end", 0, ["capitals"])
 
 
 @pytest.mark.parametrize("ends", ["failed", "cancelled while it runs", "cancelled in the queue", "cancelled while paused"])
