@@ -31,6 +31,7 @@ from tests.chip.nccl import Launched, check_order, communicators
 from tests.golden import record
 from tests.kit.ports import free_port
 from tests.kit.ranks import run_ranks, saved_by_ranks
+from tests.kit.small_model import LEVELS_OF_CODES, Small
 from tests.kit.training import Recorder, with_training
 from tests.worker.models.test_architectures import CONFIGS, batch_of
 
@@ -138,6 +139,44 @@ def test_one_rank(tmp_path: Path, spec_document: dict[str, Any], level: str, sav
     ]
     assert [waits for waits, captures in zip(found.waits[1:], is_capture[1:], strict=True) if not captures and waits] == []
     assert sum(is_capture) <= 2
+
+
+@pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
+@pytest.mark.parametrize("level", [pytest.param(level, marks=pytest.mark.system) for level in LEVELS_OF_CODES])
+def test_a_graph_of_ones_own_reads_weights_through_steps_and_writes(level: str) -> None:
+    """After each step it has the bits of eager code; a write in a graph is refused, and so is a read of one that waits."""
+    torch.manual_seed(0)
+    with chip_of():
+        model = Small().to(GPU)
+        model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01), level, convert_heads=True)
+        x, weight, graph = torch.randn(16, 32).to(GPU), model.first.weight, torch.cuda.CUDAGraph()
+
+        def read() -> list[Tensor]:
+            with torch.no_grad():
+                return [model(x), *(parameter.square().mean() for parameter in model.parameters())]
+
+        def step() -> None:
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        with torch.cuda.graph(graph):
+            found = read()
+        for factor in (1.0, 0.5):
+            if factor != 1.0:
+                with torch.no_grad():
+                    weight.mul_(factor)
+            step()
+            graph.replay()
+            assert all(map(torch.equal, [one.cpu() for one in found], [one.cpu() for one in read()]))
+        refused = "is (read|written) inside of a CUDA graph, which has its codes"
+        with torch.no_grad(), pytest.raises(NotImplementedError, match=refused), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            weight.mul_(0.5)
+        with torch.no_grad():
+            weight.mul_(0.5)
+        with pytest.raises(NotImplementedError, match=refused), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            read()
 
 
 @pytest.mark.system

@@ -6,8 +6,11 @@ are changed in place, so that captured graphs, compiled graphs and aliases stay 
 
 Loading, `fill_` and collectives round to nearest. Any other write also keeps its fp32 result, `state.wide`, until our
 optimizer's next step rounds it stochastically: to nearest, small changes are lost, all 200 of an average that is made by
-`mine.copy_(0.999 * mine + 0.001 * theirs)`. Readers see `wide` while it is there. A graph of torch.compile has no place for
-it: a write there warns, when the graph is made, that it is rounded at once.
+`mine.copy_(0.999 * mine + 0.001 * theirs)`. Readers see `wide` while it is there.
+
+A graph of torch.compile gets the parts, and no `wide` or master weight. So torch breaks it at a write, and at a read of values
+that are finer than the codes, and runs these eagerly; with fullgraph=True they are refused. So are, in a CUDA graph, writes
+and reads of `wide`, whose memory is freed at the next step.
 """
 
 import sys
@@ -29,8 +32,8 @@ from octet.worker.kernels.torch_private import (
     base_of,
     correct_aliasing,
     disabled_torch_function,
-    is_functionalized,
     is_parameter,
+    is_traced,
     keeping_versions,
     local_of,
     make_wrapper_subclass,
@@ -61,7 +64,7 @@ class WeightState:
     read_whole: returns the finest values of a weight that ranks divide; all call it together. padded: codes and residual with
     the empty rows by which FSDP2 makes all ranks' shards alike. is_gathered: FSDP2 has put it together for a pass. is_stepped:
     an optimizer of ours holds it. saved_numbers: scale and amax of values that may be loaded next. num_sent: tensors
-    that FSDP2 gathers. after_write: is called after each change.
+    that FSDP2 gathers. is_finer_outside: of a graph that has these parts alone. after_write: is called after each change.
     """
 
     codes: Tensor
@@ -81,6 +84,7 @@ class WeightState:
     is_stepped: bool = False
     saved_numbers: tuple[Tensor, Tensor] | None = None
     num_sent: int = 0
+    is_finer_outside: bool = False
     entries: list["Entry"] = field(default_factory=list)
     after_write: Callable[[], None] | None = None
 
@@ -111,6 +115,22 @@ class WeightState:
     def is_refined_by_ranks(self) -> bool:
         """True if ranks divide what refines the codes, so that none can read the values alone."""
         return self.read_whole is not None and self.codes.dtype == E4M3.dtype and self.residual is None
+
+    @property
+    def is_finer(self) -> bool:
+        """True if the values are finer than those of codes and residual."""
+        return self.wide is not None or self.master is not None or self.is_finer_outside
+
+    def check_is_outside_of_graphs(self, verb: str) -> None:
+        """Raise NotImplementedError in a graph; torch.compile takes it as a place where a graph ends, if it may end there."""
+        is_captured = self.codes.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if is_captured or is_traced(self.codes):
+            kind = "CUDA graph" if is_captured else "compiled graph"
+            raise NotImplementedError(
+                f"a weight of shape {tuple(self.codes.shape)} held as codes is {verb} inside of a {kind}, which has its codes, "
+                "and not the finer values beside them. Allowed: do it outside; torch.compile without fullgraph=True does it "
+                "between two graphs."
+            )
 
     @property
     def waits_for_optimizer(self) -> bool:
@@ -491,14 +511,18 @@ class Float8Weight(Tensor):
         whole.state.is_gathered = True
         return whole, tuple(gathered)
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return [name for name, part in self._parts().items() if part is not None], None
+    def __tensor_flatten__(self) -> tuple[list[str], bool]:
+        """Return the names of the parts, and what a compiled graph is made for, and made again if it changes."""
+        return [name for name, part in self._parts().items() if part is not None], self.state.is_finer
 
     @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], _context: None, _size: Any, _stride: Any) -> "Float8Weight":
-        return Float8Weight(parts["codes"], parts["dequant_scale"], parts["values_amax"], parts.get("residual"))
+    def __tensor_unflatten__(parts: dict[str, Tensor], is_finer: bool, _size: Any, _stride: Any) -> "Float8Weight":
+        made = Float8Weight(parts["codes"], parts["dequant_scale"], parts["values_amax"], parts.get("residual"))
+        made.state.is_finer_outside = is_finer
+        return made
 
     @classmethod
+    @torch.compiler.disable  # where a graph is broken at an op, torch would compile this in its place
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -635,7 +659,7 @@ def _run_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     def encode(weight: Float8Weight) -> None:
         state, values = weight.state, decoded.bases[id(weight.state)]
         _encode_base(weight, values, is_finished=True)
-        if state.wide is None and not is_functionalized(state.codes):
+        if state.wide is None:
             is_exact = torch.equal(state.values(weight.dequant_scale), values)
             state.wide = None if is_exact else values
 
@@ -680,6 +704,8 @@ def _values(weight: Float8Weight) -> Tensor:
     """Return a weight's or a view's fp32 values; maybe a view of `wide`."""
     state = weight.state
     _warn_of_coarse_values(state)
+    if state.is_finer_outside or state.wide is not None:
+        state.check_is_outside_of_graphs("read")
     is_refined = state.wide is not None or (state.master is not None and state.elements is None)
     if not is_refined and weight.dequant_scale.dim() == 0 and weight.codes.is_contiguous():
         return _decoded(weight.codes, weight.dequant_scale, weight.residual)
@@ -763,19 +789,13 @@ def _of_master(master: dict[str, Tensor], like: Tensor) -> Tensor:
 def _encode_base(weight: Float8Weight, values: Tensor, *, is_finished: bool) -> None:
     """Hold other values of the whole weight that `weight` shows, or shows a part of."""
     state, is_whole = weight.state, _is_whole(weight)
+    state.check_is_outside_of_graphs("written")
     if values.shape != state.codes.shape:
         raise ValueError(
             f"a weight of shape {tuple(state.codes.shape)} held as codes would become {tuple(values.shape)}; allowed: values "
             "of its shape, since its codes keep their memory. Assign a new parameter to the layer instead."
         )
     keeps = state.waits_for_optimizer or not is_finished or (state.wide is not None and not is_whole)
-    if keeps and is_functionalized(state.codes):
-        warnings.warn(
-            f"a weight of shape {tuple(state.codes.shape)} held as codes is written inside of a compiled graph, which rounds "
-            "the result to the codes at once: changes below their precision are lost. Write outside of torch.compile, or in a "
-            "function under torch.compiler.disable, where the fp32 result is kept until the optimizer's next step.",
-            stacklevel=2,
-        )
     is_assigned = is_finished and (state.wide is None or state.is_assigned or is_whole)
     _hold(weight, _encoded(weight, values), values if keeps else None, is_assigned=is_assigned)
 
@@ -879,6 +899,7 @@ def _copy_(_func: Any, target: Any, source: Any, non_blocking: bool = False) -> 
         return NotImplemented
     if target.state.wide is not None and not _is_whole(target):
         return NotImplemented
+    target.state.check_is_outside_of_graphs("written")
     for name, part in target._parts().items():
         if part is not None:
             part.copy_(getattr(source, name), non_blocking)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_and_correct_aliasing
@@ -45,9 +47,9 @@ def raise_for_raw_pointers(tensor: Tensor) -> None:
     torch._C._set_throw_on_mutable_data_ptr(tensor)
 
 
-def is_functionalized(tensor: Tensor) -> bool:
-    """Return True for a tensor of a graph from which torch takes the writes, as for all backends but "eager"."""
-    return isinstance(tensor, FunctionalTensor)
+def is_traced(tensor: Tensor) -> bool:
+    """Return True for a tensor of a graph that torch.compile, or AOTAutograd, makes."""
+    return isinstance(tensor, FunctionalTensor) or (isinstance(tensor, FakeTensor) and TracingContext.try_get() is not None)
 
 
 # What a subclass returns from a view op: autograd and compiled graphs then know which memory it shows.

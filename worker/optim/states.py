@@ -391,7 +391,12 @@ class OptimizerStates(torch.optim.Optimizer):
             if weight.weight.state.wide is not None:
                 settle(weight, self._draw_for_write(parameter))
         elif is_stale(state["master_weights"], weight):
-            state["master_weights"] = new_master(weight, self._draw_for_write(parameter))
+            master, held = new_master(weight, self._draw_for_write(parameter)), state["master_weights"]
+            if all(part.device == held[name].device for name, part in master.items()):
+                for name, part in master.items():  # in place: graphs may have captured the address
+                    held[name].copy_(part)
+                master = link_master(weight, held)
+            state["master_weights"] = master
         elif weight.weight.state.master is not state["master_weights"]:  # of a copied model and optimizer
             link_master(weight, state["master_weights"])
 

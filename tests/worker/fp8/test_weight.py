@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -517,9 +516,8 @@ def test_writes_into_a_state_dict_arrive(storage: str) -> None:
 # Graphs --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("storage", ["fp16", pytest.param("e4m3+int8", marks=pytest.mark.matrix)])
-def test_a_graph_reads_and_writes_values_and_is_made_once(storage: str) -> None:
-    """It warns that it cannot keep the fp32 result of a write, as eager code does until the next step."""
+def counted(use: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """Compile a function. Returns the graphs that are made, too."""
     made: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -528,26 +526,55 @@ def test_a_graph_reads_and_writes_values_and_is_made_once(storage: str) -> None:
         made.append(graph)
         return aot_eager(graph, inputs)
 
+    torch._dynamo.reset()
+    return torch.compile(use, backend=backend, **options), made
+
+
+@pytest.mark.parametrize("storage", ["fp16", pytest.param("e4m3+int8", marks=pytest.mark.matrix)])
+def test_a_graph_reads_values_and_is_made_once(storage: str) -> None:
     def use(weight: Tensor, x: Tensor) -> Tensor:
-        weight.mul_(0.5)
         return x @ weight.t() + weight.pow(2).sum()
 
-    torch._dynamo.reset()
-    compiled = torch.compile(use, backend=backend, fullgraph=True)
+    compiled, made = counted(use, fullgraph=True)
     x = random(4, SHAPE[1])
     for scale in (1.0, 8.0):
-        values = random(*SHAPE) * scale
-        one, other = (
-            Float8Weight.encode(
-                values, torch.float16 if storage == "fp16" else torch.float8_e4m3fn, has_residual=storage != "fp16"
-            )
-            for _ in range(2)
-        )
-        expects_warning = pytest.warns(UserWarning, match="inside of a compiled graph, which rounds the result")
-        with nullcontext() if made else expects_warning:
-            output = compiled(one, x)
-        assert torch.equal(output, use(other, x))
-        assert (one.state.wide is None, other.state.wide is None) == (True, False)
-        assert torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8))
-        assert torch.equal(one + 0, other + 0)
+        dtype = torch.float16 if storage == "fp16" else torch.float8_e4m3fn
+        weight = Float8Weight.encode(random(*SHAPE) * scale, dtype, has_residual=storage != "fp16")
+        assert torch.equal(compiled(weight, x), use(weight, x))
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("storage", [pytest.param("fp16", marks=pytest.mark.matrix), "e4m3", "e4m3+int8", "e4m3+master"])
+def test_a_graph_ends_where_a_weight_is_written_or_has_finer_values(storage: str) -> None:
+    """Both then run eagerly: a graph has the codes alone. A whole graph is refused."""
+
+    def write(weight: Tensor, x: Tensor) -> Tensor:
+        y = x * 2
+        weight.mul_(1 - 1e-4)
+        return y @ weight.t()
+
+    def read(weight: Tensor, x: Tensor) -> Tensor:
+        y = x * 2
+        return y @ weight.t()
+
+    x = random(4, SHAPE[1])
+    refused = "held as codes is (read|written) inside of a compiled graph"
+    one, other = weight_of(storage), weight_of(storage)
+    one.requires_grad_(False)
+    other.requires_grad_(False)
+    with pytest.raises(Exception, match=refused):
+        counted(write, fullgraph=True)[0](one, x)
+    assert torch.equal(one + 0, other + 0)
+    if storage == "e4m3+master":
+        with pytest.raises(Exception, match=refused):
+            counted(read, fullgraph=True)[0](one, x)
+    compiled, made = counted(write)
+    for _ in range(10):
+        assert torch.equal(compiled(one, x), write(other, x))
+    assert made
+    assert one.state.wide is not None
+    assert torch.equal(one + 0, other + 0)
+    assert torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8))
+    with pytest.raises(Exception, match=refused):
+        counted(read, fullgraph=True)[0](one, x)
+    assert torch.equal(counted(read)[0](one, x), read(other, x))

@@ -243,6 +243,7 @@ def compiler() -> None:
         return private.torchs_partition()(joint, joint_inputs, **options)
 
     before = private.compiler_counters()["stats"]["unique_graphs"], private.compile_time_s()
+    breaks = dict(private.compiler_counters()["graph_break"])  # of other tests
     run = torch.compile(lambda x: (x * 2).sin(), backend=private.eager_backend(private.uncompiled, partition))
     leaf = torch.ones(4, requires_grad=True)
     run(leaf).sum().backward()
@@ -250,7 +251,7 @@ def compiler() -> None:
     assert len(cut) == 1
     assert private.compiler_counters()["stats"]["unique_graphs"] == before[0] + 1
     assert private.compile_time_s() > before[1]
-    assert private.compiler_counters()["graph_break"] == {}
+    assert private.compiler_counters()["graph_break"] == breaks
 
 
 def inductor() -> None:
