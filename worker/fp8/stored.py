@@ -23,6 +23,8 @@ from octet.worker.fp8.weight import Float8Weight
 CODES = "weight_codes"
 PARTS = ("weight_dequant_scale", "weight_amax", "weight_residual")
 WIDE = "weight_wide"
+_IS_ASSIGNED = "is_assigned"
+"""The name in metadata of a weight's flag, which is kept if its values are finer than the codes, and wait for a step."""
 _SCALINGS = ("input_scaling.", "weight_scaling.", "grad_output_scaling.")
 _EXTRA_STATE = "_extra_state"
 _OWN_METADATA = "octet"
@@ -112,7 +114,10 @@ def save_layer(layer: Layer, save: Callable[..., None], destination: dict[str, A
         _name_parts(destination, prefix, weight, keep_vars=keep_vars)
     else:
         destination[prefix + "weight"] = weight if keep_vars else weight.entry()
-        note_in_metadata(destination, prefix, {_numbers(weight): torch.stack([weight.dequant_scale, weight.values_amax])})
+        held = {_numbers(weight): torch.stack([weight.dequant_scale, weight.values_amax])}
+        if weight.state.wide is not None:
+            held[_IS_ASSIGNED] = torch.tensor(weight.state.is_assigned)
+        note_in_metadata(destination, prefix, held)
         keep_in_metadata(destination, prefix, (_EXTRA_STATE,))
 
 
@@ -177,6 +182,9 @@ def _load_weight(weight: Float8Weight, own: dict[str, Tensor], kept: dict[str, T
     else:
         values = own["weight"] if "weight" in own else decode(own)
         weight.assign(values, *kept.get(_numbers(weight), ()))
+        if _IS_ASSIGNED in kept:
+            weight.state.wide = values.to(weight.device, torch.float32, copy=True)
+            weight.state.is_assigned = bool(kept[_IS_ASSIGNED])
 
 
 def _numbers(weight: Float8Weight) -> str:

@@ -275,7 +275,9 @@ class Float8Weight(Tensor):
 
     @torch.no_grad()
     def assign(self, values: Tensor, dequant_scale: Tensor | None = None, amax: Tensor | None = None) -> None:
-        """Hold other values, of the same shape: rounded to nearest at once.
+        """Hold other values, of the same shape, rounded to nearest.
+
+        They stay in fp32, too, where the weight has such values now, as one that torch's optimizer steps.
 
         dequant_scale, amax: fp32 (), of the weight that the values were read from. Its codes return bit for bit, unless the
         values were changed so much since that the scale does not fit them.
@@ -293,7 +295,8 @@ class Float8Weight(Tensor):
             own_residual = self.state.residual is not None
             numbers = {"amax": known, "dequant_scale": scale} if is_known else {"amax": own}
             encoded = encode_values(values, self.codes.dtype, has_residual=own_residual, **numbers)
-        _hold(self, encoded, values.clone() if self.state.waits_for_optimizer else None, is_assigned=True)
+        waits = self.state.waits_for_optimizer or self.state.wide is not None
+        _hold(self, encoded, values.clone() if waits else None, is_assigned=True)
 
     def tensors_by_class(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what lies in memory, by classes of `memory_report`. Whatever refines codes counts as a master weight."""

@@ -15,6 +15,7 @@ from octet.api_schemas.levels import LEVELS
 from octet.worker import initialize
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.stored import exact_state_dict
+from octet.worker.fp8.weight import Float8Weight
 from tests.kit.small_model import FP8_LEVELS, LEVELS_OF_CODES, SPREAD, Small, make, spread, values_of_weights
 
 LEVEL_PAIRS = [
@@ -224,3 +225,41 @@ def test_a_model_without_an_optimizer_keeps_no_wide_values() -> None:
     assert all(layer.weight.state.wide is None for layer in model.modules() if isinstance(layer, Float8Linear))
     model.load_state_dict(plain_values())
     assert all(layer.weight.state.wide is None for layer in model.modules() if isinstance(layer, Float8Linear))
+
+
+@pytest.mark.parametrize("level", spread(LEVELS_OF_CODES))
+def test_a_model_that_torchs_optimizer_trains_loses_no_digits(level: str, tmp_path: Path) -> None:
+    """Its weights keep fp32 beside the codes: through a load of their own values, a file, and exact parts.
+
+    Values alone, which have lost what travels beside them, are rounded to nearest.
+    """
+
+    def start(seed: int) -> tuple[Small, torch.optim.Optimizer]:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model, _ = initialize(Small(), None, level, convert_heads=True)
+        return model, torch.optim.Adadelta(model.parameters(), lr=0.1)
+
+    model, optimizer = start(0)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    expected = values_of_weights(model)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    assert all(torch.equal(value, expected[name]) for name, value in values_of_weights(model).items())
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "run.pt")
+    for load in (lambda: torch.load(tmp_path / "run.pt")[0], lambda: exact_state_dict(model)):
+        resumed, its_optimizer = start(1)
+        resumed.load_state_dict(load())
+        its_optimizer.load_state_dict(torch.load(tmp_path / "run.pt")[1])
+        assert all(torch.equal(value, expected[name]) for name, value in values_of_weights(resumed).items())
+    for seed in range(3, 6):
+        step(model, optimizer, seed)
+        step(resumed, its_optimizer, seed)
+    assert all(torch.equal(value, values_of_weights(model)[name]) for name, value in values_of_weights(resumed).items())
+
+    alone, _ = start(1)
+    alone.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    found, trained = alone.first.weight, values_of_weights(model)["first"]
+    has_residual = found.residual is not None
+    assert found.state.wide is None
+    assert torch.equal(found + 0, Float8Weight.encode(trained, found.codes.dtype, has_residual=has_residual) + 0)
