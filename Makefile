@@ -29,9 +29,11 @@ $(RUNTIME): pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --editable '.[service,worker]'
 	touch $@
 
-# The tools of lint, types and test as well, and torchao, which level `ao` needs.
+# The tools of lint, types and test as well, and torchao, which level `ao` needs. timm comes without torchvision, which has no build for
+# this torch: tests load one file of timm.
 $(STAMP): $(RUNTIME)
 	$(PIP) --constraint constraints.txt --editable '.[service,worker,ao,dev,release]'
+	$(PIP) --constraint constraints.txt --no-deps timm
 	touch $@
 
 install: $(STAMP)

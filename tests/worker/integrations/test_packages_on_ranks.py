@@ -1,4 +1,4 @@
-"""Packages around a model, on two ranks: TRL, PEFT, torch-ema, torch's averages, GradScaler, clipping, memory reports.
+"""Packages around a model, on two ranks: TRL, PEFT, torch-ema, averages of timm and torch, GradScaler, clipping, memory.
 
 Each gives what it gives on one process or in plain arithmetic, or is refused by name. Ranks are gloo's.
 """
@@ -23,6 +23,7 @@ from octet.api_schemas.levels import LEVELS
 from tests.kit.ports import free_port
 from tests.kit.ranks import refusal_of, run_ranks, saved_by_ranks
 from tests.kit.small_model import make
+from tests.kit.timm_averages import model_ema
 from tests.worker.integrations.bits import assert_same_bits
 from tests.worker.integrations.test_resume_of_examples import CHECKED
 
@@ -260,6 +261,21 @@ def averaged_by_torch(level: str, wrapper: str) -> dict[str, Any]:
     return {"average": error_of(mean, [one / 4 for one in total]), "same": are_same_on_ranks(mean)}
 
 
+def averaged_by_timm(level: str, wrapper: str) -> dict[str, Any]:
+    """ModelEmaV3 against an average of all digits by hand, and saved and loaded."""
+    run, again = Run(level, wrapper), Run(level, wrapper, seed=1)
+    average, loaded = (model_ema().ModelEmaV3(each.model, decay=0.9) for each in (run, again))
+    by_hand = run.values()
+    for step in range(4):
+        run.step(step)
+        average.update(run.model)
+        by_hand = [mean + 0.1 * (value - mean) for mean, value in zip(by_hand, run.values(), strict=True)]
+    mean = [parameter.detach() + 0 for parameter in average.module.parameters()]
+    loaded.load_state_dict(average.state_dict())
+    restored = [parameter.detach() + 0 for parameter in loaded.module.parameters()]
+    return {"average": error_of(mean, by_hand), "loaded": error_of(restored, mean), "same": are_same_on_ranks(mean)}
+
+
 def scaled_and_clipped(level: str, wrapper: str) -> dict[str, Any]:
     """Three steps with and without a loss scale; and one whose loss is infinite on the last rank alone."""
     runs = []
@@ -352,6 +368,7 @@ def prepared_without_model(level: str, wrapper: str) -> dict[str, Any]:
 ACTIONS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "torch-ema": averaged_by_torch_ema,
     "AveragedModel": averaged_by_torch,
+    "timm": averaged_by_timm,
     "GradScaler": scaled_and_clipped,
     "clip": clipped_by_torch,
     "report": reported,
@@ -387,17 +404,19 @@ def test_averages_have_all_digits_or_say_so(level: str, wrapper: str, acted: lis
     """torch-ema reads codes if ranks divide what refines them: the warning names octet.AveragedModel."""
     is_coarse = wrapper == "zero 1" and level in COARSE
     for found in acted:
-        ema, mean = (found[name, level, wrapper] for name in ("torch-ema", "AveragedModel"))
+        ema, *copies = (found[name, level, wrapper] for name in ("torch-ema", "AveragedModel", "timm"))
         assert ema["warned"] == is_coarse
         assert ema["same"]
         assert max(ema["average"], ema["restored"], ema["loaded"]) < (0.04 if is_coarse else 1e-6)
-        if "refused" in mean:
-            assert level == "O3-split"
-            assert "divided over the ranks (ZeRO); allowed: copies of models that hold them" in mean["refused"]
-        else:
-            assert mean["warned"] == is_coarse
-            assert mean["same"]
-            assert mean["average"] < (0.04 if is_coarse else 1e-6)
+        for mean in copies:
+            if "refused" in mean:
+                assert (level, wrapper) == ("O3-split", "zero 1")
+                assert "divided over the ranks (ZeRO); allowed: copies of models that hold them" in mean["refused"]
+            else:
+                assert mean["warned"] == is_coarse
+                assert mean["same"]
+                assert mean["average"] < (0.04 if is_coarse else 1e-6)
+                assert mean.get("loaded", 0.0) == 0.0
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

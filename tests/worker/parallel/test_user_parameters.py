@@ -27,13 +27,13 @@ LEVELS = [
 COARSE = ("O3", "O3-split")
 CODES_OF_E4M3 = 0.04
 """Largest relative error of a whole weight's E4M3 codes."""
-OF_READ_VALUES = {"soup", "Lookahead", "target network", "target network in place", "average by state dict"}
+OF_READ_VALUES = {"soup", "Lookahead", "target network", "target network in place"}
 """Actions that write values which they have read before: digits of codes where ranks hold the rest."""
 REFUSED = {
     "L2 penalty": "this gradient is divided over the ranks (ZeRO): no rank holds it",
     "target network": "divided over the ranks (ZeRO); allowed: copies of models that hold them",
     "target network in place": "divided over the ranks (ZeRO); allowed: copies of models that hold them",
-    "average by state dict": "divided over the ranks (ZeRO); allowed: copies of models that hold them",
+    "timm": "divided over the ranks (ZeRO); allowed: copies of models that hold them",
     "soup": "divided over the ranks (ZeRO); allowed: copies of models that hold them",
     "AveragedModel of torch": "divided over the ranks (ZeRO); allowed: copies of models that hold them",
 }

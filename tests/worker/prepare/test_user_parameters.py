@@ -17,6 +17,7 @@ from torch.optim import swa_utils
 
 from octet.api_schemas.levels import LEVELS
 from tests.kit.small_model import SPREAD, Small, make
+from tests.kit.timm_averages import model_ema
 
 Result = list[Tensor]
 ROUNDING = {"fp32": 1e-5, "codes": 6e-4}
@@ -78,18 +79,19 @@ def soft_update_in_place(model: nn.Module) -> Result:
     return values(target)
 
 
-def average_by_state_dict(model: nn.Module) -> Result:
-    """timm's ModelEma, ModelEmaV2 and V3 and YOLO's: they write into the entries of the average's state dict."""
-    average, with_foreach = target_of(model), target_of(model)
-    with torch.no_grad():
-        for _ in range(20):
-            for slow, fast in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
-                slow.copy_(0.99 * slow + 0.01 * fast)
-            names = [name for name, _ in model.named_parameters()]
-            slows, fasts = with_foreach.state_dict(), model.state_dict()
-            torch._foreach_lerp_([slows[name] for name in names], [fasts[name] for name in names], 0.01)
-            del slows, fasts, slow, fast
-    return [*values(average), *values(with_foreach)]
+def averaged_by_timm(model: nn.Module) -> Result:
+    """V3 in its three forms, and V2, which writes entry by entry into the average's state dict, as YOLO's does."""
+    timm = model_ema()
+    options: list[dict[str, Any]] = [{}, {"foreach": False}, {"exclude_buffers": True}, {"use_warmup": True, "device": "cpu"}]
+    averages = [timm.ModelEmaV2(model, decay=0.99), *(timm.ModelEmaV3(model, decay=0.99, **option) for option in options)]
+    for step in range(6):
+        each(lambda parameter, seed=step: parameter.add_(noise(parameter, seed)))(model)
+        averages[0].update(model)
+        for average in averages[1:]:
+            average.update(model, step=step + 2)
+    found = [value for average in averages for value in values(average.module)]
+    averages[1].set(model)
+    return [*found, *values(averages[1].module)]
 
 
 def soup(model: nn.Module) -> Result:
@@ -224,13 +226,13 @@ WRITES: dict[str, Callable[[nn.Module], Result]] = {
     "SAM": climb_and_return,
     "target network": soft_update,
     "target network in place": soft_update_in_place,
-    "average by state dict": average_by_state_dict,
     "soup": soup,
     "Lookahead": lookahead,
     "EWC": ewc_penalty,
     "vector_to_parameters": as_vector,
     "AveragedModel of torch": averaged_by_torch,
     "torch-ema": averaged_by_torch_ema,
+    "timm": averaged_by_timm,
     "replaced": replaced,
     "update to weight": update_to_weight,
     "SGD": stepped(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)),
