@@ -259,18 +259,24 @@ def ranks_to_trace(job: JobSpec) -> tuple[int, ...]:
     return tuple(sorted({0, between, last}))
 
 
-def traces_of(found: Sequence[Candidate]) -> list[TraceRequest]:
-    """Return the requests to the planner's process, for peaks that are not shipped.
+def traces_of(found: Sequence[Candidate], first: str | None = None) -> list[TraceRequest]:
+    """Return the requests to the planner's process, for peaks that are not shipped. first: the level that comes before others.
 
     Their ids are the candidates' indices and the ranks of the pipeline.
     """
-    return [
+    requests = [
         TraceRequest(id=f"{index}.{rank}", job=candidate.spec, pipeline_rank=rank)
         for index, candidate in enumerate(found)
         if candidate.spec is not None and candidate.wants_peak and why_not_traced(candidate.spec) is None
         if preset_peak(candidate.spec) is None
         for rank in ranks_to_trace(candidate.spec)
     ]
+    return sorted(requests, key=lambda request: request.job.precision.level != first)
+
+
+def being_traced(requests: Sequence[TraceRequest]) -> dict[str, TraceReply]:
+    """Return what stands for the replies to requests, by their ids, until they come."""
+    return {request.id: TraceReply(id=request.id, reason="its peak is being traced") for request in requests}
 
 
 def read_configs(requests: Sequence[TraceRequest], files: Files) -> tuple[list[TraceRequest], list[TraceReply]]:

@@ -57,7 +57,7 @@ from octet.api_schemas.planned_states import validated
 from octet.api_schemas.quotas import TenantUse
 from octet.api_schemas.rows import RowPage
 from octet.client.compared import compare_jobs
-from octet.client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message
+from octet.client.connection import TRIED_AGAIN, Connection, delays_s, read, read_message, read_text
 from octet.client.errors import AmbiguousJob, ApiError, DownloadFailed, SpecRefused, WaitTimeout
 
 Item = TypeVar("Item")
@@ -148,6 +148,13 @@ class Client:
             "POST", "/v1/plans", document=document, patience_s=self._patience_s, timeout_s=LONGEST_PLAN_S
         )
         return read(Plan, answer)
+
+    def plans(self, spec: JobSpec | Mapping[str, Any], levels: Sequence[str] = ()) -> Iterator[Plan]:
+        """Yield what `plan` returns as far as it is known: states at once, then with each peak, that of its level first."""
+        document = {"job": _document(spec), "levels": list(levels)}
+        lines = self._connection.lines("/v1/plans", document, patience_s=self._patience_s, timeout_s=LONGEST_PLAN_S)
+        for line in lines:
+            yield read_text(Plan, line)
 
     def job(self, job_id: str) -> Job:
         """Return a job as it is now."""

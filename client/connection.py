@@ -69,6 +69,7 @@ TRIED_AGAIN = (httpx.TransportError, httpx.HTTPStatusError)  # HTTPStatusError i
 _PASSING = {httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS}
 """Refusals of one who was too slow, or of one who sent too much at once."""
 _CHUNK_BYTES = 1 << 20
+NDJSON = "application/x-ndjson"
 LONGEST_SILENCE_S = 60.0  # a live event stream is never silent for longer: the server sends keep-alive comments
 
 
@@ -166,6 +167,23 @@ class Connection:
                 response.read()
             yield from parse_sse(_checked(response).iter_bytes())
 
+    def lines(self, path: str, document: Any, *, patience_s: float, timeout_s: float) -> Iterator[str]:
+        """POST and yield the lines of the answer as they come, all again after a lost connection. Errors as for `request`.
+
+        timeout_s: of the time without a line.
+        """
+        delays = delays_s(patience_s)
+        headers, timeout = {"Accept": NDJSON}, httpx.Timeout(self._timeout_s, read=timeout_s)
+        while True:
+            try:
+                with self._http.stream("POST", path, json=document, headers=headers, timeout=timeout) as response:
+                    if response.is_error:
+                        response.read()
+                    yield from _checked(response).iter_lines()
+                return
+            except TRIED_AGAIN as error:
+                self.pause(delays, error)
+
     def pause(self, delays: Iterator[float], error: Exception) -> None:
         """Sleep before the next try, or raise the error if no try is left."""
         delay_s = next(delays, None)
@@ -207,10 +225,15 @@ def read(model: type[Shown], response: httpx.Response) -> Shown:
 
 def read_message(model: type[Shown], message: ServerSentEvent) -> Shown:
     """Read the data of a server-sent event as a contract."""
+    return read_text(model, message.data)
+
+
+def read_text(model: type[Shown], text: str) -> Shown:
+    """Read an event's data, or a line, as a contract."""
     try:
-        return model.read_stored(json.loads(message.data))
+        return model.read_stored(json.loads(text))
     except (ValidationError, ValueError, TypeError) as error:
-        raise UnexpectedAnswer(f"the event stream sent data that is no {model.__name__}: {message.data[:200]!r}.") from error
+        raise UnexpectedAnswer(f"the event stream sent data that is no {model.__name__}: {text[:200]!r}.") from error
 
 
 def _checked(response: httpx.Response) -> httpx.Response:

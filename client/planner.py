@@ -3,26 +3,42 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from octet.api_schemas.data.files import ANY_FILE
 from octet.api_schemas.plan import TraceReply, TraceRequest, read_configs
 
 
-def trace_here(requests: Sequence[TraceRequest]) -> list[TraceReply]:
-    """Return a reply to each request: the peak, or why there is none. The process is started for them, if any, and ends."""
+def trace_here(requests: Sequence[TraceRequest]) -> Iterator[TraceReply]:
+    """Yield a reply to each request as it comes: the peak, or why there is none. The process is started for them, if any."""
     if not requests:
-        return []
+        return
     if find_spec("torch") is None:
         reason = "only states: a peak needs pip install 'octet-fp8[worker]'"
-        return [TraceReply(id=request.id, reason=reason) for request in requests]
-    readable, replies = read_configs(requests, ANY_FILE)
+        yield from (TraceReply(id=request.id, reason=reason) for request in requests)
+        return
+    readable, unread = read_configs(requests, ANY_FILE)
+    yield from unread
+    waiting = {request.id for request in readable}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    lines = "".join(f"{request.model_dump_json()}\n" for request in readable)
     command = (sys.executable, "-m", "octet.worker.planning")
-    done = subprocess.run(command, input=lines, env=environment, capture_output=True, text=True, check=False)
-    replies += [TraceReply.model_validate_json(line) for line in done.stdout.splitlines()]
-    answered = {reply.id for reply in replies}
-    reason = f"the planner's process ended with status {done.returncode}: {done.stderr[-300:]}"
-    return replies + [TraceReply(id=request.id, reason=reason) for request in requests if request.id not in answered]
+    with tempfile.TemporaryFile("w+") as lines, tempfile.TemporaryFile("w+", errors="replace") as errors:
+        lines.writelines(f"{request.model_dump_json()}\n" for request in readable)
+        lines.seek(0)
+        with subprocess.Popen(
+            command, stdin=lines, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True
+        ) as process:
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    reply = TraceReply.model_validate_json(line)
+                    waiting.discard(reply.id)
+                    yield reply
+            except GeneratorExit:
+                process.terminate()  # nobody reads the other replies
+                raise
+        errors.seek(0)
+        reason = f"the planner's process ended with status {process.returncode}: {errors.read()[-300:]}"
+    yield from (TraceReply(id=each, reason=reason) for each in waiting)

@@ -1,9 +1,11 @@
 """The command that plans a job: `octet plan`, by a server or without one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Annotated, get_args
 
 import typer
+from rich.live import Live
 
 from octet.api_schemas.devices import DEVICES
 from octet.api_schemas.plan import Candidate as PlanCandidate
@@ -11,6 +13,7 @@ from octet.api_schemas.plan import (
     Plan,
     PlanRequest,
     PlanRow,
+    being_traced,
     candidates,
     changes_of,
     needs_changes,
@@ -53,12 +56,15 @@ def plan(
     apply_settings(document, settings or [])
     spec, terminal = check_spec(document, file), Terminal()
     request = PlanRequest(job=spec, levels=_levels(levels))
-    with terminal.spinner_on_stderr("tracing"):
-        if offline:
-            found = _planned_here(request, memory_gb, device)
-        else:
-            with connect(url) as client:
-                found = client.plan(spec, request.levels)
+    with nullcontext() if offline else connect(url) as client:
+        plans = _planned_here(request, memory_gb, device) if client is None else client.plans(spec, request.levels)
+        if terminal.is_live and not as_json:
+            with Live(console=terminal.out) as live:
+                for known in plans:
+                    live.update(render.plan_details(known))
+            return
+        with terminal.spinner_on_stderr("tracing"):
+            *_, found = plans
     terminal.show_json(found) if as_json else terminal.show(render.plan_details(found))
 
 
@@ -70,8 +76,8 @@ def _levels(text: str | None) -> tuple[LevelName, ...]:
     return tuple(name for name in known if name in names)
 
 
-def _planned_here(request: PlanRequest, memory_gb: float | None, device: str | None) -> Plan:
-    """Plan without a server."""
+def _planned_here(request: PlanRequest, memory_gb: float | None, device: str | None) -> Iterator[Plan]:
+    """Plan without a server: yield the plan as far as it is known, and again with each peak."""
     job, pools = request.job, []
     if memory_gb is not None:
         memory = round(memory_gb * 1e9)
@@ -86,18 +92,26 @@ def _planned_here(request: PlanRequest, memory_gb: float | None, device: str | N
                 device=device,
             )
         ]
-    rows = _rows(candidates(request), pools)
-    changes = _rows(changes_of(job), pools) if needs_changes(job, rows) else []
     missing = []
     if memory_gb is None:
         missing.append("No memory is stated: set --memory-gb to see if the job fits.")
     if device is None:
         missing.append("No device is named: set --memory-gb and --device to see times.")
-    return plan_of(job, rows, changes, missing)
+    rows: list[PlanRow] = []
+    for rows in _rows(candidates(request), pools, job.precision.level):
+        yield plan_of(job, rows, (), missing)
+    if needs_changes(job, rows):
+        *_, changes = _rows(changes_of(job), pools)
+        yield plan_of(job, rows, changes, missing)
 
 
-def _rows(found: Sequence[PlanCandidate], pools: Sequence[PoolConfig]) -> list[PlanRow]:
-    return rows_of(found, pools, trace_here(traces_of(found)))
+def _rows(found: Sequence[PlanCandidate], pools: Sequence[PoolConfig], first: str | None = None) -> Iterator[list[PlanRow]]:
+    requests = traces_of(found, first)
+    replies = being_traced(requests)
+    yield rows_of(found, pools, list(replies.values()))
+    for reply in trace_here(requests):
+        replies[reply.id] = reply
+        yield rows_of(found, pools, list(replies.values()))
 
 
 COMMANDS: Commands = {"plan": plan}

@@ -31,6 +31,7 @@ from octet.api_schemas.plan import (
     PlanRow,
     TraceReply,
     TraceRequest,
+    being_traced,
     candidates,
     candidates_of_job,
     changes_of,
@@ -83,6 +84,13 @@ def why_no_peaks(settings: Settings) -> str | None:
     return None
 
 
+def trace_key(request: TraceRequest) -> str:
+    """Return what requests with the same peak share."""
+    job = request.job.model_dump_json(include=_TRACED_PARTS, exclude=_NOT_TRACED)
+    packing = "packed" if request.job.data.is_packed else "not packed"
+    return f"{request.pipeline_rank} {packing} {job} {json.dumps(request.config, sort_keys=True)}"
+
+
 class Planner:
     """Asks the process, and keeps its last answers."""
 
@@ -100,13 +108,21 @@ class Planner:
         self.num_disagreements = 0
         """Traces whose states are not those of the closed form."""
 
-    async def plan(self, request: PlanRequest) -> Plan:
-        """Return the plan of a job. Its pool is one of the settings'."""
+    async def plan(self, request: PlanRequest, on_rows: Callable[[Plan], None] | None = None) -> Plan:
+        """Return the plan of a job. Its pool is one of the settings'.
+
+        on_rows: takes the plan as far as it is known: states at once, then with each peak, that of the job's own level first.
+        """
         job = request.job
         pool = self._settings.pool(job.resources.pool)
-        rows = await self._rows(candidates(request, pool))
+        missing = () if pool is None else missing_in(pool)
+        found = candidates(request, pool)
+        if on_rows is None:
+            rows = await self._rows(found)
+        else:
+            rows = await self._rows(found, job.precision.level, lambda some: on_rows(plan_of(job, some, (), missing)))
         changes = await self._rows(changes_of(job)) if needs_changes(job, rows) else []
-        return plan_of(job, rows, changes, () if pool is None else missing_in(pool))
+        return plan_of(job, rows, changes, missing)
 
     async def plan_job(self, job: JobSpec, pool: PoolConfig) -> JobPlan:
         """Return the plan by which a job is placed, within about the deadline; of one that does not fit, within two.
@@ -134,16 +150,34 @@ class Planner:
         kept = [each for each, row in zip(savings, by_states, strict=True) if fits(row, pool.name) != "no"]
         return with_remedies(plan, own, pool, await self._rows(kept))
 
-    async def _rows(self, found: list[Candidate]) -> list[PlanRow]:
-        requests, unread = await run_sync(read_configs, traces_of(found), self._settings.readable_files)
-        replies = await asyncio.gather(*map(self._reply, requests))
-        rows = await run_sync(rows_of, found, self._settings.pools, [*replies, *unread])
+    async def _rows(
+        self, found: list[Candidate], first: str | None = None, on_rows: Callable[[list[PlanRow]], None] | None = None
+    ) -> list[PlanRow]:
+        """Return the rows of candidates. first: the level that is traced before others. on_rows: takes those known so far."""
+        requests, unread = await run_sync(read_configs, traces_of(found, first), self._settings.readable_files)
+        replies = being_traced(requests) | {reply.id: reply for reply in unread}
+
+        async def rows_now() -> list[PlanRow]:
+            return await run_sync(rows_of, found, self._settings.pools, list(replies.values()))
+
+        coming = [asyncio.ensure_future(self._reply(request)) for request in requests]
+        try:
+            if on_rows is not None:
+                on_rows(await rows_now())
+            for number, next_reply in enumerate(asyncio.as_completed(coming), 1):
+                reply = await next_reply
+                replies[reply.id] = reply
+                if on_rows is not None and number < len(coming):
+                    on_rows(await rows_now())
+        finally:
+            for each in coming:
+                each.cancel()  # of a plan that is given up; the process traces on, and its answer is kept
+        rows = await rows_now()
         self.num_disagreements += sum(row.states_agree is False for row in rows)
         return rows
 
     async def _reply(self, request: TraceRequest) -> TraceReply:
-        job = request.job.model_dump_json(include=_TRACED_PARTS, exclude=_NOT_TRACED)
-        key = f"{request.pipeline_rank} {job} {json.dumps(request.config, sort_keys=True)}"
+        key = trace_key(request)
         reply = self._kept.get(key) or await self._ask(key, request)
         return reply.model_copy(update={"id": request.id})
 
@@ -228,9 +262,9 @@ class Planning(Collector):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def plan(self, request: PlanRequest) -> "Future[Plan]":
-        """Plan a job that may never be submitted. Its pool is one of the settings'."""
-        return self._run(lambda: self._planner.plan(request))
+    def plan(self, request: PlanRequest, on_rows: Callable[[Plan], None] | None = None) -> "Future[Plan]":
+        """Plan a job that may never be submitted. Its pool is one of the settings'. on_rows: called in the planner's thread."""
+        return self._run(lambda: self._planner.plan(request, on_rows))
 
     def plan_job(self, job: JobSpec, pool: PoolConfig) -> "Future[JobPlan]":
         """Plan a job that is stored. pool: its own, which states its memory."""

@@ -385,7 +385,7 @@ def test_plans_count_what_tensor_and_context_ranks_send_each_other(tmp_path: Pat
     documents = {name: spec.model_dump(mode="json", exclude_unset=True) for name, spec in specs.items()}
     run_ranks(sent_by, (free_port(), str(tmp_path), documents), 2)
     counted_bytes = json.loads((tmp_path / "0.json").read_text())
-    replies = trace_here([TraceRequest(id=name, job=spec) for name, spec in specs.items()])
+    replies = list(trace_here([TraceRequest(id=name, job=spec) for name, spec in specs.items()]))
     assert {reply.id: reply.reason for reply in replies if reply.peak is None} == {}
     for reply in replies:
         assert reply.peak is not None

@@ -9,9 +9,9 @@ from fastapi.testclient import TestClient
 
 from octet.api_schemas import JobSpec, PoolConfig
 from octet.api_schemas.levels import LEVELS
-from octet.api_schemas.plan import Plan, PlanRequest
+from octet.api_schemas.plan import Plan, PlanRequest, TraceRequest, candidates, traces_of
 from octet.service.jobs import planning
-from octet.service.jobs.planning import Planner
+from octet.service.jobs.planning import Planner, trace_key
 from octet.service.settings import Settings
 from tests.kit.waiting import LONG_S
 from tests.service.databases import ON_SQLITE
@@ -40,6 +40,51 @@ def test_a_plan_lists_every_level_with_its_states(client: TestClient, spec_docum
     assert own.converted_layers is None
     assert [row.converted_layers for row in plan.rows if row.level == "O2"] == [4]
     assert plan.missing == ()
+
+
+@ON_SQLITE
+def test_rows_are_sent_before_their_peaks_are_known(client: TestClient, spec_document: Document) -> None:
+    request, accepts = {"job": spec_document, "levels": ["fp32", "O2"]}, {"Accept": "application/x-ndjson"}
+    answer = client.post("/v1/plans", json=request, headers=accepts)
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    first, *_, last = [Plan.model_validate_json(line) for line in answer.text.splitlines()]
+    assert last.model_dump(mode="json") == client.post("/v1/plans", json=request).json()
+    assert {row.reason for row in first.rows} == {"its peak is being traced"}
+    assert [row.states for row in first.rows] == [row.states for row in last.rows]
+    assert client.post("/v1/plans", json={"job": spec_document, "levels": ["O9"]}, headers=accepts).status_code == 422
+
+
+def test_the_level_that_was_asked_for_is_traced_first(spec_document: Document) -> None:
+    job = JobSpec.model_validate(spec_document | {"precision": {"level": "te"}})
+    found = candidates(PlanRequest(job=job, levels=("fp32", "te", "O2")))
+    levels = [request.job.precision.level for request in traces_of(found, "te")]
+    assert levels == ["te", *(each.level for each in found if each.level != "te")]
+
+
+def test_one_trace_serves_a_sweep_but_not_packed_jobs_too(spec_document: Document) -> None:
+    def key(data: Document, training: Document) -> str:
+        parts = {"data": spec_document["data"] | data, "training": spec_document["training"] | training}
+        return trace_key(TraceRequest(id="0.0", job=JobSpec.model_validate(spec_document | parts)))
+
+    assert key({}, {"seed": 7, "steps": 9}) == key({}, {})
+    assert key({"packing": True}, {}) != key({}, {})
+
+
+@pytest.mark.system
+def test_rows_come_with_their_peaks(settings: Settings, spec_document: Document, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "DEADLINE_S", LONG_S)
+    job = JobSpec.model_validate(spec_document | {"precision": {"level": "te"}})
+    known: list[Plan] = []
+
+    async def plan() -> Plan:
+        planner = Planner(settings.model_copy(update={"planner": True}))
+        try:
+            return await planner.plan(PlanRequest(job=job, levels=("O2", "te")), known.append)
+        finally:
+            await planner.close()
+
+    whole = asyncio.run(plan())
+    assert [sum(row.peak_bytes is not None for row in plan.rows) for plan in (*known, whole)] == [0, 1, 2]
 
 
 def test_a_plan_says_what_its_pool_lacks(settings: Settings, spec_document: Document) -> None:
