@@ -525,8 +525,9 @@ class Float8Weight(Tensor):
         return made
 
     @classmethod
-    @torch.compiler.disable  # where a graph is broken at an op, torch would compile this in its place
-    def __torch_dispatch__(  # type: ignore[override]
+    # Where a graph is broken at an op, torch would compile this in its place.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _run(func, tuple(args), kwargs or {})

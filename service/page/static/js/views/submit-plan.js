@@ -1,10 +1,10 @@
 /** The plan beside the form: what the job would take, asked for once it is valid and nobody types. */
 
+import { askLines } from "../api.js";
 import { fill, h, panel, problem } from "../dom.js";
 import { bytes, short } from "../figures.js";
 import { count } from "../format.js";
 import { badge } from "../levels.js";
-import { send } from "../requests.js";
 import { grid } from "./job-more.js";
 import { bounds } from "./plan.js";
 
@@ -50,8 +50,9 @@ export class PlanBeside {
   async #ask(request, signal) {
     fill(this.place, h("p", { class: "muted" }, "Planning… The first plan of a server takes some seconds."));
     try {
-      const plan = await send("/v1/plans", request, { signal });
-      if (!signal.aborted) fill(this.place, planTable(plan));
+      const headers = { "Content-Type": "application/json" };
+      const sent = { method: "POST", body: JSON.stringify(request), headers, signal };
+      for await (const plan of askLines("/v1/plans", sent)) if (!signal.aborted) fill(this.place, planTable(plan));
     } catch (error) {
       if (signal.aborted) return;
       this.#asked = "";
