@@ -19,6 +19,7 @@ from octet.service.db.engine import Database
 from octet.service.db.tables import Base, TallyRow
 from octet.service.jobs.check_processes import CheckProcesses
 from octet.service.settings import Settings
+from tests.kit.waiting import LONG_S
 from tests.service.databases import DATABASES
 from tests.service.postgres_server import server_or_skip
 from tests.service.world import TurnedClock, World
@@ -110,7 +111,7 @@ def database(database_url: str, clock: TurnedClock) -> Iterator[Database]:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(data_dir=tmp_path / "data", pools=POOLS)
+    return Settings(data_dir=tmp_path / "data", pools=POOLS, data_check_timeout_s=LONG_S)
 
 
 @pytest.fixture

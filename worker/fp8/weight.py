@@ -38,6 +38,7 @@ from octet.worker.kernels.torch_private import (
     local_of,
     make_wrapper_subclass,
     mark_as_parameter,
+    never_compiled,
     raise_for_raw_pointers,
     restore_hooks,
     schema_of,
@@ -525,8 +526,7 @@ class Float8Weight(Tensor):
         return made
 
     @classmethod
-    # Where a graph is broken at an op, torch would compile this in its place.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled  # where a graph is broken at an op, torch would compile what runs it
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

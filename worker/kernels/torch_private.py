@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -50,6 +51,13 @@ def raise_for_raw_pointers(tensor: Tensor) -> None:
 def is_traced(tensor: Tensor) -> bool:
     """Return True for a tensor of a graph that torch.compile, or AOTAutograd, makes."""
     return isinstance(tensor, FunctionalTensor) or (isinstance(tensor, FakeTensor) and TracingContext.try_get() is not None)
+
+
+def never_compiled(function: Any) -> Any:
+    """Have torch.compile leave a function alone, and what it calls; `torch.compiler.disable` loads the compiler to do so."""
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 # What a subclass returns from a view op: autograd and compiled graphs then know which memory it shows.

@@ -254,6 +254,28 @@ def compiler() -> None:
     assert private.compiler_counters()["graph_break"] == breaks
 
 
+def never_compiled() -> None:
+    """torch hands over neither the function's frame nor that of what it calls."""
+    found: list[int] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        found.append(1)
+        return graph
+
+    def inner(x: Tensor) -> Tensor:
+        return x + 1
+
+    def outer(x: Tensor) -> Tensor:
+        return inner(x) * 2
+
+    assert torch.equal(torch.compile(outer, backend=backend)(torch.ones(2)), torch.full((2,), 4.0))
+    assert found == [1]
+    torch._dynamo.reset()
+    private.never_compiled(outer)
+    assert torch.equal(torch.compile(outer, backend=backend)(torch.ones(2)), torch.full((2,), 4.0))
+    assert found == [1]
+
+
 def inductor() -> None:
     partitioner = private.inductor_partitioner(lambda *_arguments, **_options: "cut", (__file__,))
     assert partitioner("joint", []) == "cut"
@@ -280,7 +302,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         *(foreach, scaled_mm, in_shape),
         *(num_modes, transforms, backward_pass, call_after_backward),
         *(version_of, base_of, key_of_storage, hooks_after_accumulation),
-        *(compiler, inductor, flight_recorder_dumps, wait_for),
+        *(compiler, never_compiled, inductor, flight_recorder_dumps, wait_for),
         *(optimizer_hooks, of_an_optimizers_class, scheduler, leave_the_compiler_unloaded),
     )
 }
