@@ -351,7 +351,7 @@ def test_a_users_own_model_is_not_launched_where_the_pool_does_not_allow_it_any_
     world.dispatch()
     attempt = world.attempts(job_id)[0]
     assert attempt.reason is FailureReason.LAUNCH_FAILED
-    assert attempt.message == "pool 'cpu' allows no model of family python any more"
+    assert attempt.message == "pool 'cpu' allows no code of users (allows_entrypoints) any more"
     assert world.launcher.started == []
 
 
