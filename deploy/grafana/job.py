@@ -132,6 +132,7 @@ _LEARNING = row(
         Query(f"max by (metric) ({_SCORES} + {_HALF_WIDTHS})", "{{metric}} most"),
         width=12,
         from_zero=False,
+        needs="tasks",
     ),
     panel(
         "Perplexity",

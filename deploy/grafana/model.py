@@ -62,7 +62,7 @@ class Panel:
     names: bool = False
     hidden: tuple[str, ...] = ()
     from_zero: bool = True
-    needs: Literal["nothing", "gpu", "dcgm", "experts"] = "nothing"
+    needs: Literal["nothing", "gpu", "dcgm", "experts", "tasks"] = "nothing"
 
 
 class Drawn(TypedDict, total=False):
@@ -73,7 +73,7 @@ class Drawn(TypedDict, total=False):
     names: bool
     hidden: tuple[str, ...]
     from_zero: bool
-    needs: Literal["nothing", "gpu", "dcgm", "experts"]
+    needs: Literal["nothing", "gpu", "dcgm", "experts", "tasks"]
 
 
 def panel(title: str, description: str, unit: str, *queries: Query, kind: Kind = "lines", **drawn: Unpack[Drawn]) -> Panel:
