@@ -23,40 +23,6 @@ export class ApiError extends Error {
 export const headers = (secret = key()) => (secret ? { Authorization: `Bearer ${secret}` } : {});
 
 /**
- * Yield the documents of an answer that has one in each line, as they come. Raises as `ask` does.
- * @param {string} path @param {RequestInit} options @returns {AsyncGenerator<any>}
- */
-export async function* askLines(path, options) {
-  const asked = { ...options, headers: { ...headers(), ...options.headers, Accept: "application/x-ndjson" } };
-  const answer = await fetch(path, asked).catch((error) => {
-    if (options.signal?.aborted) throw error;
-    throw silence();
-  });
-  if (!answer.ok || !answer.body) throw refusal(answer.status, await answer.json().catch(() => ({})));
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = ""; ;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop() ?? "";
-    for (const line of lines) yield JSON.parse(line);
-  }
-}
-
-/** An answer that did not come. */
-const silence = () =>
-  new ApiError(0, {
-    title: "The server does not answer",
-    detail: "Is `octet serve` running, and the network up? The page tries again by itself.",
-  });
-
-/** An answer that is no success. @param {number} status @param {any} document */
-function refusal(status, document) {
-  if (status === 401) dispatchEvent(new CustomEvent("octet-key-needed"));
-  return new ApiError(status, document);
-}
-
-/**
  * Ask, and read the answer's JSON. Raises ApiError; status 0 is a server that does not answer.
  * @param {string} path @param {RequestInit} [options] @returns {Promise<any>}
  */
@@ -69,10 +35,15 @@ export async function ask(path, options = {}) {
   } catch (error) {
     if (options.signal?.aborted) throw error;
     // A failure may have a proxy's words, which are no JSON. A success without JSON broke off.
-    if (!answer || answer.ok) throw silence();
+    if (!answer || answer.ok)
+      throw new ApiError(0, {
+        title: "The server does not answer",
+        detail: "Is `octet serve` running, and the network up? The page tries again by itself.",
+      });
   }
   if (answer.ok) return body;
-  throw refusal(answer.status, body);
+  if (answer.status === 401) dispatchEvent(new CustomEvent("octet-key-needed"));
+  throw new ApiError(answer.status, body);
 }
 
 /**

@@ -71,7 +71,7 @@ export function mark(element, name, value) {
   else element.setAttribute(name, value);
 }
 
-/** Build an error's words: its title, and its violations or its detail. @param {unknown} error @returns {HTMLElement} */
+/** Build an error's words: its violations, or its detail. @param {unknown} error @returns {HTMLElement} */
 export function problem(error) {
   const { title, message, errors = [] } = /** @type {any} */ (error);
   const why = errors.length ? h("ul", {}, errors.map(violation)) : h("p", {}, message);
@@ -81,7 +81,7 @@ export function problem(error) {
 /** Say what a field allows, and what to change. @param {{message: string, allowed: string | null}} each */
 export const advice = ({ message, allowed }) => (allowed === null ? message : `Allowed: ${allowed}. ${message}`);
 
-/** @param {{field: string, got: string, message: string, allowed: string | null}} each */
+/** @param {any} each */
 const violation = (each) => h("li", {}, h("code", {}, each.field || "the job"), `: got ${each.got}. ${advice(each)}`);
 
 /**

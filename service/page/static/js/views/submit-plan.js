@@ -1,6 +1,6 @@
 /** The plan beside the form: what the job would take, asked for once it is valid and nobody types. */
 
-import { askLines } from "../api.js";
+import { ApiError, headers } from "../api.js";
 import { fill, h, panel, problem } from "../dom.js";
 import { bytes, short } from "../figures.js";
 import { count } from "../format.js";
@@ -50,9 +50,7 @@ export class PlanBeside {
   async #ask(request, signal) {
     fill(this.place, h("p", { class: "muted" }, "Planning… The first plan of a server takes some seconds."));
     try {
-      const headers = { "Content-Type": "application/json" };
-      const sent = { method: "POST", body: JSON.stringify(request), headers, signal };
-      for await (const plan of askLines("/v1/plans", sent)) if (!signal.aborted) fill(this.place, planTable(plan));
+      for await (const plan of sendForLines("/v1/plans", request, signal)) fill(this.place, planTable(plan));
     } catch (error) {
       if (signal.aborted) return;
       this.#asked = "";
@@ -114,4 +112,24 @@ function times(fit) {
   const step = fit.predicted ? `${short(fit.predicted.least_s)} to ${short(fit.predicted.most_s)} s` : `≥ ${short(least)} s`;
   const all = hours == null ? "–" : `≥ ${short(hours)} h${price == null ? "" : `, price ≥ ${short(price)}`}`;
   return [step, all];
+}
+
+/**
+ * Send a document, and yield those of the answer, one in each line, as they come. Raises as `ask` does.
+ * @param {string} path @param {unknown} body @param {AbortSignal} signal @returns {AsyncGenerator<any>}
+ */
+async function* sendForLines(path, body, signal) {
+  const asked = { ...headers(), "Content-Type": "application/json", Accept: "application/x-ndjson" };
+  const answer = await fetch(path, { method: "POST", body: JSON.stringify(body), signal, headers: asked }).catch((error) => {
+    throw signal.aborted ? error : new ApiError(0, { title: "The server does not answer" });
+  });
+  if (!answer.ok || !answer.body) throw new ApiError(answer.status, await answer.json().catch(() => ({})));
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop() ?? "";
+    for (const line of lines) yield JSON.parse(line);
+  }
 }
