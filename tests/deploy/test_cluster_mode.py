@@ -97,7 +97,8 @@ class Process:
 
 @contextmanager
 def running(command: str, environment: dict[str, str], log: Path, tree: Path = ROOT) -> Iterator[Process]:
-    """tree: the folder of the code."""
+    """tree: the folder of the code, of the processes that this one starts too (a check of files has another folder)."""
+    environment = environment | {"PYTHONPATH": str(tree)}
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "octet.client.cli", command], stdout=file, stderr=file, cwd=tree, env=environment
