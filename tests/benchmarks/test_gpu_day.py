@@ -162,6 +162,7 @@ figures.save(Path("FOLDER/RESULTS.md"), report.results("GPU, train"))
 """
 
 
+@pytest.mark.system
 def test_the_document_begins_with_what_contradicts_its_prediction(scripts: Scripts) -> None:
     assert scripts.run(TABLE_SCRIPT) == 0
     text = scripts.document
@@ -175,6 +176,7 @@ def test_the_document_begins_with_what_contradicts_its_prediction(scripts: Scrip
     assert (row.value, row.commit) == ("1.23 (106 ms)", "abc1234")
 
 
+@pytest.mark.system
 def test_parts_of_several_machines_are_collected(scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
     assert scripts.run(TABLE_SCRIPT) == 0
     scripts.monkeypatch.setattr(day, "probe", lambda: pytest.fail("nothing is run"))

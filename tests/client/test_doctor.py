@@ -82,6 +82,7 @@ def test_a_full_disk_is_wrong(machine: Callable[..., dict[str, Check]]) -> None:
     assert found.found.startswith("100 MB of 10 TB free")
 
 
+@pytest.mark.system
 def test_torch_is_asked_in_a_process_of_its_own() -> None:
     """The program that is handed to Python is one: its answer has both facts."""
     answer = subprocess.run([sys.executable, "-c", doctor.ASK_TORCH], capture_output=True, text=True, check=True).stdout

@@ -59,6 +59,7 @@ def train(engine: deepspeed.Engine, batches: list[torch.Tensor]) -> None:
         engine.step()
 
 
+@pytest.mark.system
 def test_its_cifar10_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])

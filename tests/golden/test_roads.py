@@ -27,14 +27,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning"),  # a norm that Dynamo traces
 ]
 
-IN_EVERY_RUN = {
-    Run("te", "accelerator", 1),
-    Run("O3-split", "accelerator", 1),
-    Run("O2, llama", "accelerator", 1),
-    Run("O2, block", "accelerator", 1),
-    Run("O2", "compiled", 1),
+MARKS = {
+    **dict.fromkeys(
+        [
+            Run("te", "accelerator", 1),
+            Run("O3-split", "accelerator", 1),
+            Run("O2, llama", "accelerator", 1),
+            Run("O2, block", "accelerator", 1),
+        ],
+        (),
+    ),
+    Run("O2", "compiled", 1): pytest.mark.system,
 }
-"""A delayed window, both ways of holding a weight, gates, scales of blocks and a compiled block; the rest is in the matrix."""
+"""In every run: a delayed window, both ways of holding a weight, gates and scales of blocks; the rest is in the matrix."""
 BITS = ("losses", "gradient_norms", "evaluations", "model", "optimizer", "checkpoint")
 FACTS = ("memory_bytes", "sent_bytes", "events")
 
@@ -42,7 +47,7 @@ FACTS = ("memory_bytes", "sent_bytes", "events")
 def chosen(num_ranks: int) -> list[Any]:
     """Return the runs on so many ranks, as parameters of a test."""
     runs = [run for run in all_runs() if run.num_ranks == num_ranks]
-    return [pytest.param(run, id=str(run), marks=() if run in IN_EVERY_RUN else pytest.mark.matrix) for run in runs]
+    return [pytest.param(run, id=str(run), marks=MARKS.get(run, pytest.mark.matrix)) for run in runs]
 
 
 @pytest.fixture(scope="module", autouse=True)

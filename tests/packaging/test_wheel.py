@@ -46,6 +46,7 @@ def test_each_link_is_a_folder_of_the_checkout() -> None:
         assert str(link.readlink()) == f"../{name}"
 
 
+@pytest.mark.system
 def test_the_wheel_has_every_module_below_one_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -103,6 +103,7 @@ def _serve_in_this_process(settings: Settings, database_url: str, port: Any) -> 
         http_server(create_app(settings, database=Database(database_url)), settings).run(sockets=[listener])
 
 
+@pytest.mark.system
 def test_a_head_that_comes_while_the_server_is_stopped_is_in_time(tmp_path: Path, sqlite_template: Path) -> None:
     """The deadline is over when SIGCONT wakes the server, and `epoll_wait`, which it cuts short, has found nothing."""
     head_timeout_s = 1.0

@@ -257,6 +257,7 @@ def test_tenants_that_all_want_more_get_their_shares_within_a_gang(shares: list[
         assert (got[one] - 1) / tenants[one].share <= got[other] / tenants[other].share
 
 
+@pytest.mark.system
 @given(st.lists(st.integers(0, 7), min_size=50, max_size=50))
 def test_neither_large_nor_small_jobs_starve(ends: list[int]) -> None:
     """One tenant has sixty small jobs. They are older than those of the other one, which take the whole pool each.

@@ -87,6 +87,7 @@ def test_arms_of_a_comparison_keep_their_levels(client: TestClient, world: World
     assert "part of a comparison" in problem.detail
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("reason", OFF)
 def test_a_job_climbs_its_ladder_when_the_loss_is_off(world: World, reason: FailureReason) -> None:
     job_id, rank = world.start(precision=LADDER)

@@ -249,6 +249,7 @@ def test_an_event_of_a_rank_that_serves_nothing_is_kept(world: Any, client: Test
     assert "exporter.failed" in [event.type for event in world.events(job_id)]
 
 
+@pytest.mark.system
 @ON_SQLITE
 def test_a_scrape_reads_no_job_that_ended_long_ago(world: World, client: TestClient) -> None:
     """SQLite's steps, which grow with the rows that it reads, are as many behind a long history as behind a short one."""

@@ -140,6 +140,7 @@ def test_a_job_on_standard_input(spec: dict[str, Any]) -> None:
     assert octet("submit", "-", "--url", NOBODY, stdin="name: x").exit_code == 2
 
 
+@pytest.mark.system
 def test_the_installed_command_has_the_same_statuses(job_file: str) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "octet.client.cli", *arguments]

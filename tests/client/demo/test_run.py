@@ -114,6 +114,7 @@ def test_too_few_steps_are_not_judged(own_app: OctetApp, make_summary: MakeSumma
     assert shown.stdout.splitlines()[-2].startswith("Too short to judge: fp32 holds 16.00 bytes per parameter")
 
 
+@pytest.mark.system
 def test_a_job_that_fails_is_shown_with_the_end_of_its_log(own_app: OctetApp, make_summary: MakeSummary) -> None:
     def act(rank: Rank, spec: JobSpec) -> None:
         if spec.precision.level == "fp32":

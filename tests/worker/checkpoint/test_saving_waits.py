@@ -91,6 +91,7 @@ def waits_of_saves(
     return dict(found), reads[True], told
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
 @pytest.mark.parametrize("level", [pytest.param(name, marks=MARKS.get(name, pytest.mark.matrix)) for name in LEVELS])
 def test_no_checkpoint_waits(tmp_path: Path, spec_document: dict[str, Any], level: str) -> None:

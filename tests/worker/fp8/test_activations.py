@@ -163,6 +163,7 @@ def test_nothing_but_the_activations_input_waits_for_the_backward_pass() -> None
     assert kept == [200 * (64 + 4 * 128), 200 * (64 + 4 * 128 + 128)]
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing
 @pytest.mark.parametrize("level", ["O2", pytest.param("te", marks=pytest.mark.matrix)])
 def test_a_compiler_does_not_keep_what_is_made_again(level: str) -> None:

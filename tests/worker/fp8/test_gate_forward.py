@@ -283,6 +283,7 @@ def test_checkpointed_blocks_have_the_same_bits(make: Callable[[], nn.Module], u
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing
 @pytest.mark.parametrize("make", [llama, gpt])
 def test_compiled_blocks_are_one_graph_and_carry_nothing(make: Callable[[], nn.Module]) -> None:

@@ -15,9 +15,9 @@ from octet.api_schemas.levels import LEVELS
 from tests.worker.integrations.bits import assert_same_bits
 from tests.worker.integrations.tiny import evaluated_loss, examples, llama
 
-SPREAD = ("te", "O3")
-"""Wide weights and codes; fp32 is what both are compared with, and O2 is below."""
-ALL = [level if level in SPREAD else pytest.param(level, marks=pytest.mark.matrix) for level in LEVELS]
+MARKS = {"O3": (), "te": pytest.mark.system}
+"""Codes and wide weights are in every run; fp32 is what both are compared with, and O2 is below."""
+ALL = [pytest.param(level, marks=MARKS.get(level, pytest.mark.matrix)) for level in LEVELS]
 CLOSE = {"fp32": 1e-5, "fp16": 1e-3, "bf16": 5e-3, "fp8": 0.03}
 """Relative distance of a loss from fp32's after a step, by the dtype of the products."""
 STEPS = 4
@@ -96,6 +96,7 @@ def assert_is_plain(folder: Path, trained: nn.Module) -> None:
     assert evaluated_loss(trained, rows) == pytest.approx(evaluated_loss(loaded, rows), rel=2e-3)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("level", ["O3", pytest.param("te", marks=pytest.mark.matrix)])
 def test_what_initialize_made_can_be_given_to_it(level: str, tmp_path: Path) -> None:
     def make(folder: Path, seed: int) -> Trainer:
@@ -132,6 +133,7 @@ def test_a_run_continues_at_another_level(source: str | None, target: str, tmp_p
     assert losses(other)[2:] == pytest.approx(losses(whole)[2:], rel=CLOSE["fp8"])
 
 
+@pytest.mark.system
 def test_the_best_checkpoint_comes_back(tmp_path: Path) -> None:
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}  # the first
@@ -142,6 +144,7 @@ def test_the_best_checkpoint_comes_back(tmp_path: Path) -> None:
     assert made.evaluate()["eval_loss"] == pytest.approx(first, rel=1e-5)
 
 
+@pytest.mark.system
 def test_a_checkpoint_without_the_models_state_is_refused(tmp_path: Path) -> None:
     model = llama()
     model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "O2")
@@ -193,6 +196,7 @@ def test_what_others_do_to_a_trainer_is_refused_by_name(what: str, tmp_path: Pat
     assert made.optimizer is None
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("level", "is_refused"), [("fp32", True), ("fp16-amp", True), ("O2", False)])
 def test_autocast_goes_with_levels_of_bf16(level: str, is_refused: bool, tmp_path: Path) -> None:
     made = trainer(tmp_path, None, bf16=True, max_steps=2)

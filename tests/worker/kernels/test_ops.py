@@ -249,6 +249,7 @@ def test_an_op_writes_what_its_schema_names_alone() -> None:
                     assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), op
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
 @pytest.mark.skipif(not language.INTERPRETED.value, reason="missing: Triton's interpreter, TRITON_INTERPRET=1 before the start")
 def test_cuda_tensors_get_the_triton_kernels(launched: list[str]) -> None:

@@ -80,7 +80,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "swin": {"embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "image_size": 16, "patch_size": 2}
     | {"num_labels": 4, "drop_path_rate": 0.0},
 }
-IN_EVERY_RUN = ("qwen3", "deberta-v2", "gpt2")
+MARKS = {"qwen3": (), "deberta-v2": pytest.mark.system, "gpt2": pytest.mark.system}
 """Three kinds: a decoder with all recent features, an encoder with its own attention, and a network of Conv1D layers."""
 LEARNED = 0.9
 WITH_OTHER_LOGITS = {"gemma2": "a division", "granite": "a division", "cohere": "a multiplication"}
@@ -105,7 +105,7 @@ def batch_of(architecture: str) -> dict[str, Tensor]:
 
 
 def parameters() -> list[Any]:
-    return [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.matrix) for name in CONFIGS]
+    return [pytest.param(name, marks=MARKS.get(name, pytest.mark.matrix)) for name in CONFIGS]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # transformers' DeBERTa, when it is imported
@@ -252,7 +252,7 @@ def test_every_configuration_says_what_its_data_must_fit() -> None:
 @pytest.mark.parametrize(
     "architecture",
     [
-        name if name in (*IN_EVERY_RUN, "opt") else pytest.param(name, marks=pytest.mark.matrix)
+        name if name in (*MARKS, "opt") else pytest.param(name, marks=pytest.mark.matrix)
         for name in CONFIGS
         if TASKS[name] != "image_class" and name not in WITH_OTHER_LOGITS
     ],

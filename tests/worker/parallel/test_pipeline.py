@@ -52,6 +52,7 @@ def staged(jobs: Jobs, family: str, level: str, schedule: str) -> tuple[str, lis
     return name, jobs.found[name]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("family", "level", "schedule"), [pytest.param(*case, marks=[] if case in FAST else pytest.mark.matrix) for case in CASES]
 )

@@ -110,6 +110,7 @@ def test_a_frozen_base_takes_one_byte_for_a_converted_weight_and_two_for_the_res
     assert (sizes.num_block_weights + 2 * (sizes.num_parameters - sizes.num_block_weights)) / sizes.num_parameters < 1.15
 
 
+@pytest.mark.system
 def test_it_learns_resumes_bit_for_bit_and_saves_no_frozen_weight(tmp_path: Path, document: dict[str, Any]) -> None:
     document = with_training(document, "O3", steps=6, checkpoint_every=3)
     whole, summary = train(document, tmp_path / "whole")

@@ -204,6 +204,7 @@ def compiled_families() -> list[Any]:
     return [pytest.param(*pair, marks=marks.get(pair, pytest.mark.matrix)) for pair in sorted(pairs)]
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
 @pytest.mark.parametrize(("family", "level"), compiled_families())
@@ -253,6 +254,7 @@ def rounded_alike() -> list[Any]:
     ]
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
 @pytest.mark.parametrize(("family", "level", "recipe", "device"), rounded_alike())
@@ -375,6 +377,7 @@ def test_a_weight_that_changes_before_the_backward_pass_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_a_loss_without_a_backward_pass_is_freed_whole(family: str) -> None:
     model, _ = make(family, "O2")

@@ -119,6 +119,7 @@ def test_an_export_starts_a_job_and_comes_out_the_same(tmp_path: Path, spec_docu
     assert all(torch.equal(second[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in first.items())
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("level", ["fp32", "O3", pytest.param("O3-split-8bit", marks=pytest.mark.matrix)])
 def test_fine_tuning_continues_from_blocks(level: str, tmp_path: Path, spec_document: dict[str, Any]) -> None:
     """A DeepSeek folder: the first loss is that of the decoded weights in a plain folder, and training lowers it."""

@@ -64,6 +64,7 @@ def test_every_example_has_a_tiny_variant() -> None:
     assert {path.name for path in EXAMPLES.glob("*.yaml")} - SHOWS_ITSELF == {path.name for path in TINY}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, id=path.stem, marks=[] if path.stem.startswith("gpt3") else pytest.mark.matrix) for path in TINY],

@@ -139,6 +139,7 @@ def test_it_resumes_bit_identically_and_micro_batches_weigh_as_their_targets(tmp
     assert small.losses() == pytest.approx(whole.losses(), rel=1e-4)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("level", ["O3-split", pytest.param("fp32", marks=pytest.mark.matrix)])
 def test_weights_are_read_as_the_level_converts_them(base: Path, document: dict[str, Any], level: str) -> None:
     """No weight is in memory twice: converted layers are made from the file one by one."""

@@ -110,9 +110,10 @@ def trained_model(job_dir: Path, step: int) -> torch.nn.Module:
     ("model", "level", "activations"),
     [
         (LLAMA, "O3", "none"),
-        (QWEN3, "O2", "dynamic"),
+        pytest.param(QWEN3, "O2", "dynamic", marks=pytest.mark.system),
         (LLAMA, "O3-split", "static"),
-        (MIXTURE, "O3", "none"),  # transformers multiplies experts in 16 bits whatever `activations` says
+        # transformers multiplies experts in 16 bits whatever `activations` says
+        pytest.param(MIXTURE, "O3", "none", marks=pytest.mark.system),
         *(
             pytest.param(model, level, activations, marks=pytest.mark.matrix)
             for model, level, activations in (
@@ -192,6 +193,7 @@ def test_codes_of_o3_are_written_byte_for_byte(document: dict[str, Any], export:
         assert (inputs is not None and inputs["dynamic"]) == bool(export)
 
 
+@pytest.mark.system
 def test_each_checkpoint_and_the_best_one(document: dict[str, Any], tmp_path: Path) -> None:
     recorder, _ = train(at_level(document, "O2", when="every_checkpoint"), tmp_path / "every")
     assert [report.step for report in recorder.of(ExportReport)] == [2, 4]
@@ -203,6 +205,7 @@ def test_each_checkpoint_and_the_best_one(document: dict[str, Any], tmp_path: Pa
     assert [report.step for report in recorder.of(ExportReport)] == [2]
 
 
+@pytest.mark.system
 def test_training_does_not_change(document: dict[str, Any], tmp_path: Path) -> None:
     """An export builds networks and evaluates in between; the losses are those of a run without, bit for bit."""
     with_exports, _ = train(at_level(document, "O3", when="every_checkpoint"), tmp_path / "with")
@@ -235,6 +238,7 @@ def test_a_kill_between_write_and_report_leaves_one_export(
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
 
 
+@pytest.mark.system
 def test_a_stopped_run_exports_its_checkpoint_when_it_resumes(document: dict[str, Any], tmp_path: Path) -> None:
     """And what an attempt left half-written is gone."""
     document = at_level(document, "O2", when="every_checkpoint")
@@ -310,6 +314,7 @@ def test_what_cannot_be_written_is_refused_before_the_first_step(
     assert recorder.losses() == []
 
 
+@pytest.mark.system
 def test_what_the_base_has_besides_weights_goes_with_it(document: dict[str, Any], tmp_path: Path) -> None:
     """Fine-tuned whole, as adapters, and merged."""
     recorder, _ = train(at_level(document, "O2", format="fp32"), tmp_path / "base")

@@ -60,6 +60,7 @@ def test_norms_in_bf16_take_half_the_bytes(document: dict[str, Any], tmp_path: P
     assert half.losses() != wide.losses()
 
 
+@pytest.mark.system
 def test_a_job_with_norms_in_bf16_goes_on_bit_for_bit(document: dict[str, Any], tmp_path: Path) -> None:
     whole, _ = train(document, tmp_path / "whole")
     stopped = Recorder(stop_after_step=3, stop=Cancelled)

@@ -106,6 +106,7 @@ def numbers(steps: list[FinishedStep]) -> list[tuple[float, float, float]]:
     return [(step.loss, step.gradient_norm, step.learning_rate) for step in steps]
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
 @pytest.mark.parametrize(
     ("level", "num_steps"), [("O2", 3), *(pytest.param(level, NUM_STEPS, marks=pytest.mark.matrix) for level in LEVELS)]

@@ -186,6 +186,7 @@ def kernels_in(source: str) -> set[str]:
     return {node.name for node in functions if any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)}
 
 
+@pytest.mark.system
 def test_only_the_launcher_launches_by_triton() -> None:
     """Triton launches on the current device, wherever the tensors are."""
     sources = {path: path.read_text() for path in Path(launching.__file__).parents[2].rglob("*.py")}

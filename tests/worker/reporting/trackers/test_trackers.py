@@ -149,6 +149,7 @@ def plain_loss(spec_document: dict[str, Any], tmp_path: Path) -> float:
     return loss_of(tmp_path / "plain")
 
 
+@pytest.mark.system
 def test_a_tracker_that_raises_is_logged_once_and_the_job_goes_on(
     spec_document: dict[str, Any],
     tmp_path: Path,
