@@ -30,14 +30,19 @@ def trusting_server(tmp_path: Path) -> Iterator[Server]:
     yield from served(TrustingServer(tmp_path / "octet"))
 
 
-def test_scores_are_shown_where_metrics_are(trusting_server: Server, spec_document: dict[str, Any], tmp_path: Path) -> None:
-    server = trusting_server
-    document = spec_document | {
+@pytest.fixture
+def evaluated(spec_document: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """A job of four steps that evaluates two exports."""
+    return spec_document | {
         "training": spec_document["training"] | {"steps": 4, "eval_every": 2, "checkpoint_every": 2},
         "export": {"format": "bf16", "when": "every_checkpoint", "compared_tokens": 0},
         "evaluation": {"path": str(write_tasks(tmp_path / "tasks")), "tasks": ["capitals"], "every": 2},
     }
-    job = server.finish(server.client.submit(document).id)
+
+
+def test_scores_are_shown_where_metrics_are(trusting_server: Server, evaluated: dict[str, Any]) -> None:
+    server = trusting_server
+    job = server.finish(server.client.submit(evaluated).id)
     assert (job.state, job.message) == (JobState.SUCCEEDED, None)
     assert job.summary is not None
     metrics = job.summary.evaluation_metrics
@@ -53,3 +58,18 @@ def test_scores_are_shown_where_metrics_are(trusting_server: Server, spec_docume
     shown = httpx.get(f"http://127.0.0.1:{server.port}/metrics").text
     [line] = [line for line in shown.splitlines() if job.id in line and 'metric="capitals_acc"' in line]
     assert float(line.rpartition(" ")[2]) == pytest.approx(metrics["capitals_acc"])
+
+
+def test_a_comparison_has_the_gaps_of_scores(trusting_server: Server, evaluated: dict[str, Any]) -> None:
+    server = trusting_server
+    asked = {"job": evaluated, "levels": ["fp32", "O2"], "seeds": 2, "tolerance": 0.05}
+    comparison_id = server.client.compare(asked).id
+    server.wait_for(lambda: server.client.comparison(comparison_id).state.is_terminal)
+    comparison = server.client.comparison(comparison_id)
+    [arm] = [arm for arm in comparison.report.arms if arm.name.endswith("O2")]
+    summaries = [server.client.get(child.job_id).summary for child in comparison.children if child.arm == arm.name]
+    scores = [summary.evaluation_metrics["capitals_acc"] for summary in summaries if summary is not None]
+    [gap] = [gap for gap in arm.gaps if (gap.measure, gap.step) == ("capitals_acc", 4)]
+    assert (gap.num_seeds, gap.mean) == (2, pytest.approx(sum(scores) / 2, abs=1e-5))
+    assert not gap.is_relative
+    assert {"loss", "capitals_acc_norm"} <= {gap.measure for gap in arm.gaps}

@@ -22,6 +22,7 @@ from octet.api_schemas.tracking import TensorBoardTracker, TrackersSpec
 from octet.worker.rank import warm
 from octet.worker.rank.warm import messages
 from tests.kit.waiting import wait_until
+from tests.worker.models.test_python import PACKAGE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has pidfd and abstract sockets")
 IDLE_S = 60.0
@@ -91,16 +92,14 @@ def test_without_time_to_wait_there_is_no_warm_process() -> None:
     assert warm.take(0) is None
 
 
-def test_each_process_runs_one_rank_with_our_environment_and_ends(
-    control_plane: ControlPlane, spec_document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = JobSpec.model_validate(spec_document)
-    order = LaunchOrder(
+@pytest.fixture
+def order(control_plane: ControlPlane, spec_document: dict[str, Any], tmp_path: Path) -> LaunchOrder:
+    return LaunchOrder(
         attempt_id=f"att_{'0' * 26}",
         job_id=f"job_{'0' * 26}",
         epoch=1,
         token="secret",
-        spec=spec,
+        spec=JobSpec.model_validate(spec_document),
         pool=PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=1),
         report_url=f"http://127.0.0.1:{control_plane.server_port}",
         data_roots=("/",),
@@ -110,6 +109,11 @@ def test_each_process_runs_one_rank_with_our_environment_and_ends(
         lease_s=60,
         heartbeat_s=2,
     )
+
+
+def test_each_process_runs_one_rank_with_our_environment_and_ends(
+    control_plane: ControlPlane, order: LaunchOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = take(), take()
     assert len({first.pid, second.pid, os.getpid()}) == 3
     assert template_of(first) == template_of(second)
@@ -125,6 +129,36 @@ def test_each_process_runs_one_rank_with_our_environment_and_ends(
     assert not has_ended(second.pid)
     second.close()
     wait_until(lambda: has_ended(second.pid))
+
+
+LOOKS = """
+import json, os
+
+def build_and_look(path, width):
+    with open(path, "w") as file:
+        json.dump(dict(os.environ), file)
+    return Network(width)
+"""
+
+
+def test_a_users_code_does_not_find_the_token_of_the_cluster(
+    order: LaunchOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "looks.py").write_text(PACKAGE + LOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "opens every node")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    model = {"entrypoint": "looks:build_and_look", "arguments": {"path": str(tmp_path / "seen.json"), "width": 32}}
+    spec = JobSpec.model_validate(order.spec.model_dump(exclude_unset=True) | {"model": model})
+    process = take()
+    assert b"opens every node" not in Path(f"/proc/{process.pid}/environ").read_bytes()
+    assert process.run(order.model_copy(update={"spec": spec}).model_dump_json(), {}, datetime.now(UTC))[:2] == (
+        "succeeded",
+        None,
+    )
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["RAY_AUTH_MODE"] == "token", "it has the rest of our environment"
+    assert "opens every node" not in seen.values()
 
 
 def test_a_process_that_is_ended_takes_no_rank() -> None:

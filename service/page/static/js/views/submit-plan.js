@@ -123,6 +123,7 @@ async function* sendForLines(path, body, signal) {
   const answer = await fetch(path, { method: "POST", body: JSON.stringify(body), signal, headers: asked }).catch((error) => {
     throw signal.aborted ? error : new ApiError(0, { title: "The server does not answer" });
   });
+  if (answer.status === 401) dispatchEvent(new CustomEvent("octet-key-needed"));
   if (!answer.ok || !answer.body) throw new ApiError(answer.status, await answer.json().catch(() => ({})));
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ;) {
