@@ -5,6 +5,7 @@ States and bytes sent are closed forms (`planned_states.py`). The peak comes fro
 lower one nothing, to the upper one the largest published sizes of fragmentation, CUDA's context and NCCL's buffers.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -68,6 +69,28 @@ class TraceRequest(Contract):
     job: JobSpec
     pipeline_rank: int = 0
     config: dict[str, Any] | None = None
+
+
+_TRACED_PARTS = {"model", "adapter", "precision", "training", "parallelism", "resources"}
+_NOT_TRACED: dict[str, Any] = {
+    "training": {
+        **dict.fromkeys(("steps", "epochs", "seed", "schedule", "eval_every", "eval_batches"), True),
+        **dict.fromkeys(("checkpoint_every", "checkpoint_every_minutes", "keep"), True),
+        **dict.fromkeys(("on_divergence", "collective_timeout_s"), True),
+        "optimizer": {"learning_rate": True},
+    },
+    "resources": dict.fromkeys(("pool", "force", "min_workers", "max_slot_hours", "max_hours", "max_cost"), True),
+}
+"""Fields in which jobs with the same peak may differ: one trace serves a sweep over them."""
+
+
+def trace_key(request: TraceRequest, *, any_depth: bool = False) -> str:
+    """Return what requests with the same peak share. any_depth: what those with the same traces share, of a family's sizes."""
+    packing = "packed" if request.job.data.is_packed else "not packed"
+    job = request.job.model_dump(mode="json", include=_TRACED_PARTS, exclude=_NOT_TRACED)
+    if any_depth:
+        job["model"] = [request.job.model.family, request.job.model.sizes.model_dump(mode="json", exclude={"num_layers"})]
+    return json.dumps([request.pipeline_rank, packing, job, request.config], sort_keys=True)
 
 
 class TraceReply(Contract):

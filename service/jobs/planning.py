@@ -6,7 +6,6 @@ come in time, or from a process that has died, is left out with the reason. The 
 """
 
 import asyncio
-import json
 import os
 import sys
 import threading
@@ -44,6 +43,7 @@ from octet.api_schemas.plan import (
     read_configs,
     rows_of,
     savings_of_job,
+    trace_key,
     traces_of,
     with_remedies,
 )
@@ -58,19 +58,6 @@ LONGEST_REPLY = 1 << 24
 """Bytes of a line: a network of thousands of layers has all their names."""
 
 
-_TRACED_PARTS = {"model", "adapter", "precision", "training", "parallelism", "resources"}
-_NOT_TRACED: dict[str, Any] = {
-    "training": {
-        **dict.fromkeys(("steps", "epochs", "seed", "schedule", "eval_every", "eval_batches"), True),
-        **dict.fromkeys(("checkpoint_every", "checkpoint_every_minutes", "keep"), True),
-        **dict.fromkeys(("on_divergence", "collective_timeout_s"), True),
-        "optimizer": {"learning_rate": True},
-    },
-    "resources": dict.fromkeys(("pool", "force", "min_workers", "max_slot_hours", "max_hours", "max_cost"), True),
-}
-"""Fields in which jobs with the same peak may differ: one trace serves a sweep over them."""
-
-
 def _late() -> str:
     return f"its peak was not traced within {DEADLINE_S:g} s; ask again later"
 
@@ -82,13 +69,6 @@ def why_no_peaks(settings: Settings) -> str | None:
     if find_spec("torch") is None:
         return "this server traces no peaks: octet-fp8[worker] is not installed there"
     return None
-
-
-def trace_key(request: TraceRequest) -> str:
-    """Return what requests with the same peak share."""
-    job = request.job.model_dump_json(include=_TRACED_PARTS, exclude=_NOT_TRACED)
-    packing = "packed" if request.job.data.is_packed else "not packed"
-    return f"{request.pipeline_rank} {packing} {job} {json.dumps(request.config, sort_keys=True)}"
 
 
 class Planner:

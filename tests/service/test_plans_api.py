@@ -9,9 +9,9 @@ from fastapi.testclient import TestClient
 
 from octet.api_schemas import JobSpec, PoolConfig
 from octet.api_schemas.levels import LEVELS
-from octet.api_schemas.plan import Plan, PlanRequest, TraceRequest, candidates, traces_of
+from octet.api_schemas.plan import Plan, PlanRequest, TraceRequest, candidates, trace_key, traces_of
 from octet.service.jobs import planning
-from octet.service.jobs.planning import Planner, trace_key
+from octet.service.jobs.planning import Planner
 from octet.service.settings import Settings
 from tests.kit.waiting import LONG_S
 from tests.service.databases import ON_SQLITE

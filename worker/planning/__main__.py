@@ -19,17 +19,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from octet.api_schemas.models.huggingface import NetworkShapes
-from octet.api_schemas.plan import TraceReply, TraceRequest
+from octet.api_schemas.plan import TraceReply, TraceRequest, trace_key
 from octet.worker.models.huggingface import transformers
 from octet.worker.planning.curve import Moment
 from octet.worker.planning.fake_gpu import fake_gpu
-from octet.worker.planning.moments import Tracing, counts, peak_of, traces_of
+from octet.worker.planning.moments import Tracing, counts, depth_of, peak_of, traces_of
 from octet.worker.planning.trace import NotTraced, Trace, check, find_network
 
 CPU_S = 60
 DEADLINE_S = 300
 MEMORY_BYTES = 4 << 30
 MOST_CHILDREN = 4
+MOST_KEPT = 8
+"""Jobs whose traces stay, for the same one at other depths: a few megabytes each."""
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
@@ -71,6 +73,8 @@ class Planner:
         self.waiting: deque[tuple[Plan, int]] = deque()
         self.children: dict[int, Child] = {}
         """By the descriptor of the process."""
+        self.kept: dict[str, list[Tracing]] = {}
+        """Traces that are complete, in the order of their numbers of sequences, by the key of any depth."""
         self._unread = b""
 
     def run(self) -> None:
@@ -100,6 +104,10 @@ class Planner:
             else:
                 if plan.request.job.model.family == "huggingface":
                     transformers()  # takes a second and a half, once and not in each child
+                depth = _depth_of(plan.request)
+                if depth is not None and (found := self.kept.get(trace_key(plan.request, any_depth=True))):
+                    _complete(plan, [tracing._replace(depth=depth) for tracing in found])
+                    continue
                 _, sequences = counts(plan.request.job)
                 self.waiting += [(plan, num_sequences) for num_sequences in sequences]
 
@@ -133,20 +141,35 @@ class Planner:
         if found["reason"] is not None:
             child.plan.fail(found["reason"])
         else:
-            _note(child.plan, child.num_sequences, _read(found["tracing"]))
+            self._note(child.plan, child.num_sequences, _read(found["tracing"]))
+
+    def _note(self, plan: Plan, num_sequences: int, found: Tracing) -> None:
+        """Note traces. The last ones of a plan complete it, and stay for others that differ in their depth alone."""
+        plan.traces[num_sequences] = found
+        _, sequences = counts(plan.request.job)
+        if plan.traces.keys() == set(sequences):
+            tracings = [plan.traces[number] for number in sequences]
+            _complete(plan, tracings)
+            if _depth_of(plan.request) is not None:
+                self.kept[trace_key(plan.request, any_depth=True)] = tracings
+                while len(self.kept) > MOST_KEPT:
+                    del self.kept[next(iter(self.kept))]
 
 
-def _note(plan: Plan, num_sequences: int, found: Tracing) -> None:
-    """Note traces. The last ones of a plan complete it."""
-    plan.traces[num_sequences] = found
-    _, sequences = counts(plan.request.job)
-    if plan.traces.keys() == set(sequences):
-        try:
-            peak = peak_of(plan.request.job, [plan.traces[number] for number in sequences])
-        except ValueError as error:
-            plan.fail(f"its traces do not fit each other: {error}")
-        else:
-            plan.answer(TraceReply(id=plan.request.id, peak=peak, network=plan.network))
+def _depth_of(request: TraceRequest) -> int | None:
+    """Return the depth that a job has by its sizes; None where a configuration sets it, or blocks differ."""
+    is_looked_at = request.job.model.family == "huggingface"
+    return None if is_looked_at else depth_of(request.job, request.pipeline_rank)
+
+
+def _complete(plan: Plan, tracings: list[Tracing]) -> None:
+    """Answer a plan by its traces. tracings: of each number of sequences, in their order."""
+    try:
+        peak = peak_of(plan.request.job, tracings)
+    except ValueError as error:
+        plan.fail(f"its traces do not fit each other: {error}")
+    else:
+        plan.answer(TraceReply(id=plan.request.id, peak=peak, network=plan.network))
 
 
 def _trace_in_child(parent: int, request: TraceRequest, num_sequences: int, result: int) -> NoReturn:

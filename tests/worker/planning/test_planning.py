@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import pytest
 
 from octet.api_schemas import ANY_FILE
@@ -206,8 +207,28 @@ def test_the_process_answers_a_line_for_each_request() -> None:
     assert found["traced"].peak.largest_micro_batch(2, 4 * most) >= 2
 
 
+@pytest.mark.slow
+@pytest.mark.system
+@pytest.mark.parametrize("case", [{"level": "O3"}, {"workers": 4, "parallelism": {"zero_stage": 3}}], ids=["O3", "ZeRO 3"])
+def test_traces_serve_every_depth(case: dict[str, Any]) -> None:
+    deeper = TraceRequest(id="deeper", job=spec_of(LLAMA | {"num_layers": 40}, **case)).model_dump_json() + "\n"
+    with tracing("as deep as it was traced", **case) as (process, stdin, stdout, _):
+        first = TraceReply.model_validate_json(stdout.readline())
+        cpu_s = psutil.Process(process.pid).cpu_times().children_user
+        stdin.write(deeper)
+        stdin.flush()
+        found = TraceReply.model_validate_json(stdout.readline())
+        assert psutil.Process(process.pid).cpu_times().children_user == cpu_s > 0, "no other child traced"
+        stdin.close()
+        assert process.wait(LONG_S) == 0
+    assert found == TraceReply.model_validate_json(run("octet.worker.planning", lines=deeper))
+    assert found.peak is not None
+    assert first.peak is not None
+    assert found.peak.bytes > first.peak.bytes
+
+
 @contextmanager
-def tracing(*names: str) -> Iterator[tuple["subprocess.Popen[str]", IO[str], IO[str], Path]]:
+def tracing(*names: str, **case: Any) -> Iterator[tuple["subprocess.Popen[str]", IO[str], IO[str], Path]]:
     """Start a planner with a job of each name. Yields it, its input, its output, and the file that lists its children."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "octet.worker.planning"]
@@ -217,7 +238,7 @@ def tracing(*names: str) -> Iterator[tuple["subprocess.Popen[str]", IO[str], IO[
         assert process.stdin is not None
         assert process.stdout is not None
         for name in names:
-            process.stdin.write(TraceRequest(id=name, job=spec_of(LLAMA)).model_dump_json() + "\n")
+            process.stdin.write(TraceRequest(id=name, job=spec_of(LLAMA, **case)).model_dump_json() + "\n")
         process.stdin.flush()
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         wait_until(lambda: bool(children.read_text()))
