@@ -67,7 +67,7 @@ def test_a_comparison_has_the_gaps_of_scores(trusting_server: Server, evaluated:
     server.wait_for(lambda: server.client.comparison(comparison_id).state.is_terminal)
     comparison = server.client.comparison(comparison_id)
     [arm] = [arm for arm in comparison.report.arms if arm.name.endswith("O2")]
-    summaries = [server.client.get(child.job_id).summary for child in comparison.children if child.arm == arm.name]
+    summaries = [server.client.job(child.job_id).summary for child in comparison.children if child.arm == arm.name]
     scores = [summary.evaluation_metrics["capitals_acc"] for summary in summaries if summary is not None]
     [gap] = [gap for gap in arm.gaps if (gap.measure, gap.step) == ("capitals_acc", 4)]
     assert (gap.num_seeds, gap.mean) == (2, pytest.approx(sum(scores) / 2, abs=1e-5))
