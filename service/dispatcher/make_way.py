@@ -21,7 +21,7 @@ from octet.service.scheduling.pools import pools_with_hours, read_pools
 from octet.service.scheduling.quotas import hours_reason
 from octet.service.store.queue import ShrunkAttempt
 
-_PREEMPTED = "a job of a higher priority needs its slots"
+PREEMPTED = "a job of a higher priority needs its slots"
 FRESH = timedelta(seconds=5)
 """A checkpoint is as old at most when its attempt ends for a larger one."""
 
@@ -49,7 +49,7 @@ def reclaim(context: DispatcherContext) -> None:
         with context.write() as (session, _):
             store.queue.end_loans(session, pool)
     for loan in (loan for each in decided for loan in each.reclaims):
-        why = "the job ahead of it can use the slots that it was lent" if loan.priority is None else _PREEMPTED
+        why = "the job ahead of it can use the slots that it was lent" if loan.priority is None else PREEMPTED
         if _ask(context, loan.attempt_id, why):
             context.wake()
 

@@ -31,10 +31,17 @@ from tests.kit.waiting import LONG_S, wait_until
 from tests.service.postgres_server import PostgresServer
 
 API_KEY = "a-key-for-a-storm-0123456789"
-POOL = PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=2)
+POOL = PoolConfig(name="cpu", node_label=("octet-pool", "cpu"), slots=2, preempts=True)
 PARTS = ("postgres", "head", "node-1", "node-2", "api", "dispatcher-1", "dispatcher-2")
 _POLL_S = 0.2
 _AT_THE_END_S = 60.0
+
+
+def write_pools(path: Path) -> Path:
+    """Write the pools of a storm, and return their file."""
+    path.write_text(json.dumps([POOL.model_dump(mode="json")]))
+    return path
+
 
 Spawn = Callable[[], "subprocess.Popen[bytes] | Node"]
 
@@ -92,7 +99,7 @@ class Cluster:
         token.write_text(secrets.token_hex(32))
         token.chmod(0o600)
         (folder / "key").write_text(API_KEY)
-        (folder / "pools.json").write_text(json.dumps([POOL.model_dump(mode="json")]))
+        write_pools(folder / "pools.json")
         self.database_url = postgres.url
         port, self._head_port = free_port(), free_port()
         self.client = Client(f"http://127.0.0.1:{port}", API_KEY, patience_s=LONG_S)

@@ -1,6 +1,7 @@
 """Customers of a server under a storm: they submit small jobs with idempotency keys, and wait for them.
 
-Some jobs they cancel, and some of these they retry; others they pause and resume.
+Some jobs they cancel, and some of these they retry; others they pause and resume. Some are more urgent than others, which make
+way for them.
 """
 
 import random
@@ -18,7 +19,7 @@ from tests.kit.waiting import LONG_S
 _NUM_IN_FLIGHT = 3  # on two slots, so that one waits in the queue
 _POLL_S = 1.0
 _CANCELLED_SHARE, _RETRIED_SHARE, _PAUSED_SHARE = 0.1, 0.15, 0.25
-_TWO_RANKS_SHARE = 0.25
+_TWO_RANKS_SHARE, _URGENT_SHARE = 0.25, 0.3
 
 
 def corpus(folder: Path) -> Path:
@@ -111,7 +112,8 @@ class Customers:
     def _submit(self, client: Client) -> Job:
         key = f"storm-{len(self._documents)}"
         workers = 2 if self.random.random() < _TWO_RANKS_SHARE else 1
-        document: Mapping[str, Any] = job_document(self.text, workers=workers) | {"name": key}
+        priority = 1 if self.random.random() < _URGENT_SHARE else 0
+        document: Mapping[str, Any] = job_document(self.text, workers=workers) | {"name": key, "priority": priority}
         self._documents[key] = dict(document)
         job = client.submit(document, idempotency_key=key)
         self.accepted[key] = job.id

@@ -28,8 +28,9 @@ from sqlalchemy import func, select
 
 from octet.api_schemas import JobState
 from octet.service.db.engine import Database
-from octet.service.db.tables import AttemptRow, JobRow
-from tests.chaos.cluster import API_KEY, Cluster, cluster_in
+from octet.service.db.tables import AttemptRow, EventRow, JobRow
+from octet.service.dispatcher.make_way import PREEMPTED
+from tests.chaos.cluster import API_KEY, Cluster, cluster_in, write_pools
 from tests.chaos.cluster_faults import ClusterStorm
 from tests.chaos.customers import Customers, corpus, job_document
 from tests.chaos.faults import ServerStorm, Storm
@@ -69,6 +70,8 @@ class Outcome:
     """Raylets that were killed with the server suspended at once."""
     jobs: dict[str, int]
     attempts: dict[str, int]
+    preempted: int
+    """Attempts that made way for a job of a higher priority."""
     findings: dict[str, list[str]]
 
     @property
@@ -92,7 +95,8 @@ def weather(plan: Plan, folder: Path) -> Outcome:
             return _weather(plan, folder, cluster, ClusterStorm(random.Random(plan.seed), cluster=cluster), API_KEY)
     # A keeper that is killed leaves Ray's folder behind. Its name is short: the path of a socket has 107 characters at most.
     with tempfile.TemporaryDirectory(prefix="oc-", ignore_cleanup_errors=True) as ray_folder:
-        server = Server(folder / "octet", variables=VARIABLES | {"TMPDIR": ray_folder})
+        variables = VARIABLES | {"TMPDIR": ray_folder, "OCTET_POOLS_FILE": str(write_pools(folder / "pools.json"))}
+        server = Server(folder / "octet", variables=variables)
         return _weather(plan, folder, server, ServerStorm(random.Random(plan.seed), server=server), None)
 
 
@@ -126,9 +130,12 @@ def _weather(plan: Plan, folder: Path, server: Server | Cluster, storm: Storm, a
             select(AttemptRow.state, AttemptRow.reason, func.count()).group_by(AttemptRow.state, AttemptRow.reason)
         )
         attempts = {reason.value if reason else state.value: count for state, reason, count in endings}
+        is_preemption = EventRow.type == "job.yielding", EventRow.message.endswith(PREEMPTED)
+        preempted = session.scalar(select(func.count()).where(*is_preemption)) or 0
     database.close()
     signals = {f"{component} {signal}": count for (component, signal), count in sorted(storm.num_signals.items())}
-    return Outcome(plan, time.monotonic() - began, os.getloadavg()[0], signals, storm.num_pairs, jobs, attempts, findings)
+    wall_s = time.monotonic() - began
+    return Outcome(plan, wall_s, os.getloadavg()[0], signals, storm.num_pairs, jobs, attempts, preempted, findings)
 
 
 def _undisturbed(server: Server | Cluster, text: Path, workers: int) -> Curve:
@@ -182,7 +189,8 @@ def report(outcome: Outcome) -> str:
         f"{VARIABLES['OCTET_LEASE_S']} s.",
         "",
         f"{outcome.num_signals} signals over {sum(outcome.jobs.values())} jobs ({jobs}) and "
-        f"{sum(outcome.attempts.values())} attempts. {outcome.num_pairs} times a raylet was killed and the server suspended.",
+        f"{sum(outcome.attempts.values())} attempts, {outcome.preempted} of which made way for a higher priority. "
+        f"{outcome.num_pairs} times a raylet was killed and the server suspended.",
         "",
         "| signal | sent |",
         "| --- | ---: |",

@@ -152,17 +152,15 @@ def test_a_product_decodes_nothing(level: str) -> None:
 @pytest.mark.parametrize("storage", in_matrix)
 def test_graphs_are_made_once_for_all_numbers_of_rows(storage: str) -> None:
     def use(weight: Tensor, x: Tensor) -> Tensor:
-        weight.mul_(0.5)
         return x @ weight.t() + weight[2:4].norm() + weight.clone().sum()
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(use, backend=counter, fullgraph=True, dynamic=True)
-    one, other = weight_of(storage), weight_of(storage)
+    weight = weight_of(storage)
     for num_rows in (4, 8, 15):
         x = random(num_rows, SHAPE[1])
-        assert torch.equal(compiled(one, x), use(other, x))
-        assert torch.equal(one + 0, other + 0)
+        assert torch.equal(compiled(weight, x), use(weight, x))
     assert counter.frame_count == 1
 
 
