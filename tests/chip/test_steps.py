@@ -29,6 +29,7 @@ from octet.worker.train.loop import Trainer
 from tests.chip.lies import chip_of
 from tests.chip.nccl import Launched, check_order, communicators
 from tests.golden import record
+from tests.kit.images import write_images
 from tests.kit.ports import free_port
 from tests.kit.ranks import run_ranks, saved_by_ranks
 from tests.kit.small_model import LEVELS_OF_CODES, Small
@@ -129,8 +130,13 @@ def test_one_rank(tmp_path: Path, spec_document: dict[str, Any], level: str, sav
     if is_refused(document):
         assert (saving, level) in REFUSED
         return
-    found, expected = (train(document, tmp_path, 7, on_chip=on_chip) for on_chip in (True, False))
-    if level == "ao":  # torchao multiplies FP8 on CUDA, and emulates it on a CPU
+    check_one_rank(document, tmp_path)
+
+
+def check_one_rank(document: dict[str, Any], folder: Path) -> None:
+    """Train on both; assert equal bits, and no wait outside of a capture."""
+    found, expected = (train(document, folder, 7, on_chip=on_chip) for on_chip in (True, False))
+    if document["precision"]["level"] == "ao":  # torchao multiplies FP8 on CUDA, and emulates it on a CPU
         assert [loss for loss, _ in found.numbers] == pytest.approx([loss for loss, _ in expected.numbers], rel=1e-2)
     else:
         assert (found.numbers, found.weights) == (expected.numbers, expected.weights)
@@ -139,6 +145,31 @@ def test_one_rank(tmp_path: Path, spec_document: dict[str, Any], level: str, sav
     ]
     assert [waits for waits, captures in zip(found.waits[1:], is_capture[1:], strict=True) if not captures and waits] == []
     assert sum(is_capture) <= 2
+
+
+OF_IMAGES = {"image_size": 16, "patch_size": 2, "num_classes": 4, "drop_path_rate": 0.5}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "swin": OF_IMAGES | {"preset": "swin-tiny", "depths": [1, 1]},
+    "deit": OF_IMAGES | {"preset": "deit-tiny", "hidden_size": 32, "num_layers": 2, "num_heads": 2},
+    "roberta": {"preset": "roberta-tiny", "hidden_size": 32, "num_layers": 1, "num_heads": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "level"),
+    [
+        pytest.param(family, level, marks=pytest.mark.system if (family, level) == ("swin", "O2") else pytest.mark.matrix)
+        for family in FAMILIES
+        for level in LEVELS
+        if level != "ao"
+    ],
+)
+def test_one_rank_of_other_families(tmp_path: Path, spec_document: dict[str, Any], family: str, level: str) -> None:
+    document = job(spec_document, level) | {"model": FAMILIES[family]}
+    if family != "roberta":
+        document["data"] = {"source": "images", "path": str(write_images(tmp_path / "images.npz"))}
+        del document["training"]["sequence_length"]
+    check_one_rank(document, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
