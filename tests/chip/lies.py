@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import bias as biases
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -330,9 +331,32 @@ def chip_of(num_devices: int = 1) -> Iterator[Chip]:
         replace(torch.UntypedStorage, "__deepcopy__", lies.deepcopy(torch.UntypedStorage.__deepcopy__))
         for name, replacement in torch_cuda(chip).items():
             replace(torch.cuda, name, replacement)
+        replace(torch, "histc", histc(torch.histc))
+        replace(functional, "scaled_dot_product_attention", attention(functional.scaled_dot_product_attention))
         replace(driver, "_active", _Driver(chip))
         replace(biases, "causal_lower_right", unseen(biases.causal_lower_right, chip))  # torch cannot make one inside a mode
         stack.enter_context(autocast_of_the_cpu())
         stack.enter_context(programs.checked(chip))
         stack.enter_context(chip)
         yield chip
+
+
+def histc(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Count whole numbers, as CUDA does and a CPU does not."""
+
+    def count(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return original(values.float(), *args, **kwargs).to(values.dtype)
+
+    return count
+
+
+def attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Take values that are narrower than keys, as CUDA's kernels do; a CPU's would make a mask on the host."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        missing = key.shape[-1] - value.shape[-1]
+        if missing <= 0:
+            return original(query, key, value, *args, **kwargs)
+        return original(query, key, functional.pad(value, (0, missing)), *args, **kwargs)[..., :-missing]
+
+    return attend
