@@ -5,20 +5,19 @@ models have them (Sun et al., "Massive Activations in Large Language Models", 20
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octet.worker.fp8 import recipe
 from octet.worker.fp8.loss_scaling import LossScaling
 
 NUM_SEEN, WIDTH, VOCABULARY = 4, 64, 256
 TWIN_CHANGE = 5e-4
 """The relative change of the initial values of a twin, whose recipe is the baseline's."""
 
-Planted = Literal["nothing", "twin", "e5m2", "no_loss_scaling"]
+Planted = Literal["nothing", "twin", "no_loss_scaling"]
 
 
 class WindowNetwork(nn.Module):
@@ -56,10 +55,6 @@ def build(
     planted: Planted = "nothing", depth: int = 2, channel: float = 0.0, token: float = 1.0, loss_weight: float = 1.0
 ) -> WindowNetwork:
     """Build the network, in a process that trains nothing else."""
-    patched: Any = recipe  # Any: constants are replaced
-    if planted == "e5m2":
-        patched.E4M3 = torch.float8_e5m2
-        patched.Recipe.__post_init__ = lambda _recipe: None  # which refuses what CUDA cannot multiply
     if planted == "no_loss_scaling":
         LossScaling.__init__.__defaults__ = (1.0, 2**62)  # type: ignore[attr-defined]
     network = WindowNetwork(depth, channel, token, loss_weight)

@@ -1,4 +1,7 @@
-"""Ten real comparisons of each planted bad recipe: all find it, and at most one calls a twin different."""
+"""Ten real comparisons of each planted bad recipe: all find it, and at most one calls a twin different.
+
+E5M2 everywhere is not among them: networks that train in seconds lose less by it than chance moves them (`docs/log.md`).
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +14,6 @@ from tests.e2e.conftest import served
 from tests.e2e.octet_server import Server
 
 NUM_COMPARISONS, NUM_SEEDS = 10, 10
-TOLERANCE = 0.05
 CURRENT_AMAX = {"scaling": "delayed", "amax_history_length": 1}
 NEVER = 100_000
 
@@ -21,24 +23,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "steps": 60,
         "arguments": {"depth": 3, "token": 8192.0},
         "vary": {"precision.recipe.margin": [0, 6]},
+        "tolerance": 0.05,
     },
     "a stuck scale": {
         "precision": {"level": "te", "recipe": CURRENT_AMAX},
-        "steps": 200,
-        "arguments": {"channel": 1024.0},
+        "steps": 400,
+        "arguments": {"depth": 4, "channel": 1024.0},
         "vary": {"precision.recipe.interval": [1, NEVER]},
-    },
-    "E5M2 everywhere": {
-        "precision": {"level": "te", "recipe": CURRENT_AMAX},
-        "steps": 200,
-        "arguments": {"channel": 1024.0},
-        "vary": {"model.arguments.planted": ["nothing", "twin", "e5m2"]},
+        "tolerance": 0.2,
     },
     "no loss scaling at fp16": {
         "precision": {"level": "fp16-amp"},
         "steps": 200,
         "arguments": {"loss_weight": 1e-4},
         "vary": {"model.arguments.planted": ["nothing", "twin", "no_loss_scaling"]},
+        "tolerance": 0.05,
     },
 }
 """Bad recipes, with the fields that their arms vary."""
@@ -66,7 +65,7 @@ def compared(server: Server, spec_document: dict[str, Any], name: str, number: i
         "seed": 100 * number,
     }
     job = spec_document | {"name": "planted", "model": model, "precision": setting["precision"], "training": training}
-    asked = {"job": job, "vary": setting["vary"], "seeds": NUM_SEEDS, "tolerance": TOLERANCE}
+    asked = {"job": job, "vary": setting["vary"], "seeds": NUM_SEEDS, "tolerance": setting["tolerance"]}
     comparison_id = server.client.compare(asked).id
     server.wait_for(lambda: server.client.comparison(comparison_id).state.is_terminal)
     return server.client.comparison(comparison_id)
