@@ -189,7 +189,7 @@ def report(outcome: Outcome) -> str:
         f"{VARIABLES['OCTET_LEASE_S']} s.",
         "",
         f"{outcome.num_signals} signals over {sum(outcome.jobs.values())} jobs ({jobs}) and "
-        f"{sum(outcome.attempts.values())} attempts, {outcome.preempted} of which made way for a higher priority. "
+        f"{sum(outcome.attempts.values())} attempts. {outcome.preempted} made way for a higher priority. "
         f"{outcome.num_pairs} times a raylet was killed and the server suspended.",
         "",
         "| signal | sent |",
