@@ -72,8 +72,9 @@ def test_a_real_run_fills_the_metrics(spec_document: dict[str, object], tmp_path
     # One micro-batch keeps at least the inputs of the 4 linear layers of each block: 4*32 tokens, 32 or 128 wide, fp32.
     assert values["octet_memory_bytes", "activations"] > 4 * 32 * (3 * 32 + 128) * 4
     phases = {phase: values["octet_train_seconds_total", phase] for phase in PHASES}
-    steps_s = sum(phases.values()) - phases["evaluation"] - phases["checkpoint"]
-    assert steps_s == pytest.approx(summary.train_time_s, rel=0.2, abs=0.02)
+    # A step's time holds its four phases; "other" holds the rest of the step, and its report.
+    inside_s = sum(phases[phase] for phase in ("data_wait", "forward_backward", "communication", "optimizer"))
+    assert 0 < inside_s <= summary.train_time_s <= inside_s + phases["other"]
     # 6 FLOPs per parameter in a product (learned positions are in none), plus the products of attention.
     flops = 6 * (summary.num_parameters - 64 * 32) + 12 * 32 * 32
     assert values["octet_train_flops_total", ""] == pytest.approx(flops * summary.tokens)
