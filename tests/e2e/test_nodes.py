@@ -1,5 +1,8 @@
 """A job over two nodes of a real Ray cluster: each node dies with all its processes, and another joins."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -7,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from octet.api_schemas import FailureReason, JobState
+from octet.api_schemas import FailureReason, JobState, Probe, ProbeState
 from tests.e2e.octet_server import losses
 from tests.e2e.ray_nodes import Nodes, ServerOnNodes, served_on_nodes
 from tests.e2e.specs import on_ranks
 from tests.e2e.test_chaos import assert_gapless_and_each_attempt_after_the_other, attempts_of, train_undisturbed
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import LONG_S, wait_until
 
 
 @pytest.fixture
@@ -63,6 +66,28 @@ def wait_for_another_attempt(server: ServerOnNodes, job_id: str) -> None:
         return any(attempt.first_step_at is not None and attempt.finished_at is None for attempt in later)
 
     server.wait_for(trains)
+
+
+@pytest.mark.system
+def test_a_supervisor_that_ray_has_forgotten_was_lost_with_its_node(tmp_path: Path) -> None:
+    """Ray answers that a dead actor died, and a moment later that it has none of that name."""
+    with ExitStack() as stack:
+        nodes = Nodes(tmp_path / "octet", stack)
+        node = nodes.add()
+        command = [sys.executable, "-m", "tests.e2e.probe_lost_supervisor", nodes.address, str(tmp_path / "octet/ray/token")]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=inherited)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        node.kill()
+        answers, _ = process.communicate("it is dead\n", timeout=2 * LONG_S)
+        assert process.returncode == 0
+        probes = [Probe.model_validate_json(line) for line in answers.splitlines() if line.startswith("{")]  # Ray writes too
+        *before, last = probes  # Ray may take the node for alive for a while
+        assert {probe.state for probe in before} <= {ProbeState.PLACING, ProbeState.EXITED}
+        assert (last.state, last.reason) == (ProbeState.EXITED, FailureReason.NODE_LOST)
 
 
 @pytest.mark.system

@@ -139,7 +139,8 @@ class Supervisor:
         self._group: PlacementGroup | None = None
         self._ranks: list[Any] = []
         self._rank_here: RankActor | None = None
-        self._probe = Probe(state=ProbeState.PLACING)
+        self._node_id: str = ray.get_runtime_context().get_node_id()
+        self._probe = Probe(state=ProbeState.PLACING, data={"node_id": self._node_id})
         self._stopping = threading.Event()
         threading.Thread(target=self._supervise, name="octet-supervise", daemon=True).start()
 
@@ -196,7 +197,7 @@ class Supervisor:
         if self._num_workers > 1 or self._pool.accelerator == "cuda" or not self._warm_idle_s:
             return None
         table: dict[str, Any] = placement_group_table(self._group)
-        if table["bundles_to_node_id"][0] != ray.get_runtime_context().get_node_id():
+        if table["bundles_to_node_id"][0] != self._node_id:
             return None
         rank = RankActor(self._warm_idle_s)
         return rank if rank.is_warm else None
@@ -205,7 +206,7 @@ class Supervisor:
         node = rank.node()
         self._check_labels([node])
         self._probe = Probe(
-            state=ProbeState.RUNNING, placed_at=self._placed_at, data={"node_id": node.node_id, "rank_0_pid": node.pid}
+            state=ProbeState.RUNNING, placed_at=self._placed_at, data={"node_id": self._node_id, "rank_0_pid": node.pid}
         )
         try:
             failure = _failure_in(rank.run(self._order_json, asdict(self._rank_env(0, [node])), self._placed_at))
@@ -242,8 +243,7 @@ class Supervisor:
             for index, rank in enumerate(self._ranks)
         }
         pids: dict[str, JsonScalar] = {f"rank_{index}_pid": node.pid for index, node in enumerate(nodes)}
-        here: JsonScalar = ray.get_runtime_context().get_node_id()
-        self._probe = Probe(state=ProbeState.RUNNING, placed_at=self._placed_at, data={"node_id": here, **pids})
+        self._probe = Probe(state=ProbeState.RUNNING, placed_at=self._placed_at, data={"node_id": self._node_id, **pids})
         failures: dict[int, tuple[FailureReason, str]] = {}
         unreachable: set[int] = set()
         give_up_at = float("inf")

@@ -51,7 +51,7 @@ class RayLauncher:
         self._warms_ahead = warms_ahead
         self._connect_lock = threading.Lock()
         self._nodes: dict[AttemptRef, str] = {}
-        """The nodes of supervisors, as they were last probed."""
+        """The nodes of supervisors, as they answered last."""
 
     def launch(self, order: LaunchOrder) -> None:
         """Start the attempt's supervisor, or find the one that an earlier call started; returns once it answers."""
@@ -74,7 +74,8 @@ class RayLauncher:
                 max_restarts=0,
                 label_selector={key: value},
             ).remote(*arguments)
-            ray.get(supervisor.probe.remote(), timeout=LAUNCH_S)
+            answer: str = ray.get(supervisor.probe.remote(), timeout=LAUNCH_S)
+            self._remember_node(wanted.ref, Probe.model_validate_json(answer))
 
         self._call(LAUNCH_S, start)
 
@@ -90,29 +91,47 @@ class RayLauncher:
 
         try:
             probe = self._call(CALL_S, ask)
+            # Ray names a supervisor for a moment after its death, and soon forgets the name: both have one cause.
+            if probe.state is ProbeState.ABSENT:
+                return self._lost_with_its_node(ref) or probe
         except LauncherError as error:
             cause = error.__cause__
             # Ray has lost its connection to one that is unavailable, and does not know yet if it died.
             if isinstance(cause, RayActorError) and not isinstance(cause, ActorUnavailableError):
                 return self._died(ref)
             return Probe(state=ProbeState.UNREACHABLE, message=str(error))
+        self._remember_node(ref, probe)
+        return probe
+
+    def _remember_node(self, ref: AttemptRef, probe: Probe) -> None:
         if "node_id" in probe.data:
             self._nodes[ref] = str(probe.data["node_id"])
-        return probe
 
     def _died(self, ref: AttemptRef) -> Probe:
         """Say how an attempt's supervisor died: with its node where Ray's list of nodes shows that, or alone."""
-        reason, message = FailureReason.CLUSTER_LOST, "the attempt's supervisor died"
-        node_id = self._nodes.get(ref)
         with suppress(LauncherError):  # a list that does not come shows nothing
-            if node_id is not None and node_id not in {node["NodeID"] for node in self._nodes_there()}:
-                reason, message = FailureReason.NODE_LOST, f"the node of the attempt's supervisor ({node_id[:8]}) is gone"
-        return Probe(state=ProbeState.EXITED, reason=reason, message=message)
+            if lost := self._lost_with_its_node(ref):
+                return lost
+        return Probe(state=ProbeState.EXITED, reason=FailureReason.CLUSTER_LOST, message="the attempt's supervisor died")
+
+    def _lost_with_its_node(self, ref: AttemptRef) -> Probe | None:
+        """Return what became of a supervisor whose node the cluster lists as dead, and None for any other.
+
+        A cluster that has replaced the attempt's own lists no node of before.
+        """
+        node_id = self._nodes.get(ref)
+        if node_id is None or node_id not in {node["NodeID"] for node in self._list_nodes() if not node["Alive"]}:
+            return None
+        message = f"the node of the attempt's supervisor ({node_id[:8]}) is gone"
+        return Probe(state=ProbeState.EXITED, reason=FailureReason.NODE_LOST, message=message)
 
     def _nodes_there(self) -> list[dict[str, Any]]:
+        return [node for node in self._list_nodes() if node["Alive"]]
+
+    def _list_nodes(self) -> list[dict[str, Any]]:
+        """Return Ray's description of each node, those that died since the cluster's start too."""
         list_nodes: Any = ray.nodes  # Ray's own annotations lack it
-        nodes: list[dict[str, Any]] = self._call(CALL_S, list_nodes)
-        return [node for node in nodes if node["Alive"]]
+        return self._call(CALL_S, list_nodes)
 
     def stop(self, ref: AttemptRef, grace_s: float) -> None:
         """End the attempt's processes and free its slots. An attempt that is not there counts as stopped."""
