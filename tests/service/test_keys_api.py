@@ -2,8 +2,7 @@
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from starlette.types import Message
 from octet.service.app import create_app
 from octet.service.settings import Settings
 from tests.client.octet_app import API_KEY, OctetApp
-from tests.kit.waiting import LONG_S
+from tests.kit.waiting import LONG_S, wait_until
 from tests.service.databases import ON_SQLITE
 from tests.service.test_checkpoint_files import write_checkpoint
 from tests.service.test_exports_api import write_export
@@ -176,13 +175,13 @@ def test_the_last_use_is_written_once_a_minute(keyed: TestClient, world: World) 
         assert keyed.get("/v1/jobs", headers=bearer(key)).status_code == 200
 
     use()
-    wait_for(lambda: used_at() is not None)
+    wait_until(lambda: used_at() is not None)
     first = used_at()
     world.clock.turn(59)
     use()
     world.clock.turn(1)
     use()
-    wait_for(lambda: used_at() != first)
+    wait_until(lambda: used_at() != first)
     assert used_at() == world.clock.now().isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
@@ -221,10 +220,9 @@ def test_a_stream_ends_when_its_key_is_revoked(tmp_path: Path) -> None:
             assert next(lines) == ": here"
             revoking = threading.Thread(target=operator.post, args=(f"/v1/keys/{key['id']}/revoke",))
             revoking.start()
-            began_s = time.monotonic()
-            list(lines)  # ends with the stream, which is otherwise silent for 15 s
+            rest = list(lines)  # ends with the stream
             revoking.join()
-            assert time.monotonic() - began_s < 10
+            assert ": still here" not in rest, "it ended by the revocation, before it had been silent for a while"
         operator.close()
 
 
@@ -267,10 +265,3 @@ def test_a_download_ends_when_its_key_is_revoked(keyed: TestClient, world: World
 
     asyncio.run(download())
     assert sent == ["http.response.start", "http.response.body"]
-
-
-def wait_for(is_true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not is_true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)

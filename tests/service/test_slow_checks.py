@@ -52,7 +52,7 @@ def test_healthz_answers_while_many_checks_run(
             threads.submit(client.post, "/v1/jobs/validate", json=each) for each in different(spec_document, NUM_REQUESTS)
         ]
         for _ in range(admission.CHECKS_OF_TENANT):
-            assert begun.acquire(timeout=20)
+            assert begun.acquire(timeout=LONG_S)
         assert client.get("/healthz").status_code == 200
         assert client.get("/v1/jobs").status_code == 200
         assert not begun.acquire(blocking=False)
@@ -72,7 +72,7 @@ def test_a_check_that_gets_no_turn_is_503(
             for each in different(spec_document, admission.CHECKS_OF_TENANT)
         ]
         for _ in range(admission.CHECKS_OF_TENANT):
-            assert begun.acquire(timeout=20)
+            assert begun.acquire(timeout=LONG_S)
         problem = problem_of(client.post("/v1/jobs/validate", json=spec_document), 503)
         assert "no turn came" in problem.detail
         let_go.set()
