@@ -16,6 +16,7 @@ from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.weight import stored
 from octet.worker.kernels.cuda import optimizer as kernel
 from octet.worker.kernels.cuda import optimizer_tables as tables
+from octet.worker.kernels.cuda.tables import chunk_rows
 from octet.worker.kernels.held import hold
 from octet.worker.optim.gradients import gradient_of
 from octet.worker.optim.origin import is_small
@@ -24,7 +25,6 @@ from octet.worker.optim.states import OptimizerStates
 from octet.worker.optim.weights import QuantizedWeight
 
 _PLAIN = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_Rows = Sequence[Sequence[float]]
 _PARTS = ("codes", "dequant_scale", "steps")
 # Columns of a parameter's row as plain integers: each step reads them for each parameter.
 _WEIGHT, _WEIGHT_SCALE, _AMAX = tables.WEIGHT.value, tables.WEIGHT_SCALE.value, tables.AMAX.value
@@ -123,11 +123,11 @@ class FusedStep:
         gradients = [each if type(each) is Float8Gradient else each.contiguous() for each in gradients]
         decays = [bool(self.rule.decays(group)[1]) for group in groups]
         for (formats, device), columns in rows.with_gradients(gradients, decays).items():
-            sizes = [row[_NUM_ELEMENTS] for row in columns]
+            num_chunks = [-(-row[_NUM_ELEMENTS] // kernel.CHUNK) for row in columns]
             on_device = kernel.Tables(
                 self._send((formats, "parameters"), columns, device, lambda rows: rows, torch.int64),
                 self._send_groups(groups, device),
-                self._send((formats, "chunks"), sizes, device, _chunks, torch.int32),
+                self._send((formats, "chunks"), num_chunks, device, chunk_rows, torch.int32),
             )
             kernel.launch(formats, on_device, finite.to(device), seed)
 
@@ -153,7 +153,9 @@ class FusedStep:
         unused = (0.0,) * (tables.MAX_RULE_HYPERPARAMETERS - len(own))
         return (lr, *self.rule.decays(group), -1.0 if group["maximize"] else 1.0, *own, *unused)
 
-    def _send(self, name: Any, content: Any, device: torch.device, rows: Callable[[Any], _Rows], dtype: torch.dtype) -> Tensor:
+    def _send(
+        self, name: Any, content: Any, device: torch.device, rows: Callable[[Any], list[Any]], dtype: torch.dtype
+    ) -> Tensor:
         known = self.sent.get((name, device))
         if known is None or known[0] != content:
             host = torch.tensor(rows(content), dtype=dtype, pin_memory=device.type == "cuda")
@@ -211,7 +213,3 @@ def _wide(row: list[int]) -> int:
     for column in range(_STATES, len(row), _NUM_STATE_COLUMNS):
         wide |= row[column]
     return wide
-
-
-def _chunks(sizes: list[int]) -> list[tuple[int, int]]:
-    return [(row, chunk) for row, size in enumerate(sizes) for chunk in range(-(-size // kernel.CHUNK))]

@@ -1,18 +1,20 @@
 """The bytes alive after each op of a step, in all and by class."""
 
+import functools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from octet.api_schemas.peak import PEAK_CLASSES
 from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.metrics.memory import held_tensors
 from octet.worker.planning.fake_gpu import DEVICE_TYPE, see_within
-from octet.worker.planning.live_bytes import LiveBytes
+from octet.worker.planning.live_bytes import LiveBytes, tensors_in
 
+_name_of, _gradient_of = functools.cache(str), operator.attrgetter("grad")
 BEFORE = -1
 """The phase in which storages that are alive at the step's start were made."""
 
@@ -111,24 +113,23 @@ class Curve(LiveBytes):
             del self._numbers[key]
             self._gathered.pop(key, None)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def before_op(self) -> None:
         if self._kinds and (task := torch._C._current_graph_task_id()) != -1:
             if self._kinds[-1] == "forward" or (self.divides_backward and task > self._newest_task):
                 self.begin("backward")
             self._newest_task = max(task, self._newest_task)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if result is NotImplemented or not self._by_phase:
-            return result
+
+    def after_op(self, func: Any, args: Any, result: Any) -> None:
+        if not self._by_phase:
+            return
         if func.namespace == "c10d":
-            self._mark(tree_leaves((args, result)), "communication")
+            self._mark(tensors_in((args, result)), "communication")
         elif self.num_words is not None:
-            made = (result,) if isinstance(result, Tensor) else tree_leaves(result)
-            self._mark((each for each in made if isinstance(each, Tensor) and each.shape[-1:] == (self.num_words,)), "logits")
+            self._mark((each for each in tensors_in(result) if each.shape[-1:] == (self.num_words,)), "logits")
         if len(self._by_phase) > 1:
             self._mark_gradients()
-        self._by_phase[-1].append((str(func), self.num_bytes))
+        self._by_phase[-1].append((_name_of(func), self.num_bytes))
         self._num_ops += 1
-        return result
 
     def _add(self, kind: str, made_in: int) -> int:
         """Return the number of one more storage."""
@@ -136,21 +137,24 @@ class Curve(LiveBytes):
         self._made_in.append(made_in)
         return len(self._classes) - 1
 
-    def _mark(self, values: Iterable[Any], kind: str, instead_of: Sequence[str] = ("temporary",)) -> None:
-        for value in values:
-            number = self._numbers.get(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
+    def _mark(self, tensors: Iterable[Tensor], kind: str, instead_of: Sequence[str] = ("temporary",)) -> None:
+        for tensor in tensors:
+            number = self._numbers.get(tensor.untyped_storage()._cdata)
             if number is not None and self._made_in[number] != BEFORE and self._classes[number] in instead_of:
                 self._classes[number] = kind
 
     def _mark_gradients(self) -> None:
         """Give gradients that parameters did not have before their class."""
-        for place, parameter in enumerate(self._parameters):
-            gradient = parameter.grad
-            if id(gradient) == self._gradients[place]:
+        gradients = [*map(_gradient_of, self._parameters)]  # after each op of a backward pass, so it has to be fast
+        identities = [*map(id, gradients)]
+        if identities == self._gradients:
+            return
+        for gradient, identity, known in zip(gradients, identities, self._gradients, strict=True):
+            if identity == known:
                 continue
-            self._gradients[place] = id(gradient)
             if isinstance(gradient, Float8Gradient):
                 self._mark([gradient.codes], "gradients", PEAK_CLASSES)
                 self._mark([gradient.dequant_scale], "scales", PEAK_CLASSES)
             elif gradient is not None:
                 self._mark([gradient], "gradients", PEAK_CLASSES)
+        self._gradients = identities

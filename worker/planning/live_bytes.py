@@ -4,6 +4,7 @@ Every storage counts from the op that returns it until nothing refers to it, rou
 Memory that an op allocates and frees internally is counted only if the implementation is ours (`see_within`).
 """
 
+import functools
 import re
 import weakref
 from collections import Counter
@@ -23,6 +24,7 @@ from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.weight import Float8Weight
 from octet.worker.metrics.memory import held_tensors
 
+_DEVICE_OF = torch.ops.prim.device.default
 GRANULE = 512  # bytes: kMinBlockSize of CUDACachingAllocator.cpp
 TRANSIENT = {"build": "inputs", "forward": "activations", "backward": "backward", "update": "update"}
 """Class of tensors that neither model nor optimizer hold, by the phase of the step that made them."""
@@ -43,6 +45,16 @@ class Snapshot:
 
     by_class: Counter[str]
     by_origin: Counter[str]
+
+
+def tensors_in(result: Any) -> list[Tensor]:
+    """Return the tensors that an op has returned or taken."""
+    return [result] if isinstance(result, Tensor) else [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+
+
+@functools.cache
+def _is_made_of_tensors(kind: type) -> bool:
+    return issubclass(kind, (Float8Gradient, Float8Weight)) or is_traceable_wrapper_subclass_type(kind)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -87,22 +99,31 @@ class LiveBytes(TorchDispatchMode):
         self.phase = "forward"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, (Float8Gradient, Float8Weight)) or is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if func is _DEVICE_OF:
+            return args[0].device  # half of all calls, which a fake tensor answers by itself
+        if any(map(_is_made_of_tensors, types)):
             return NotImplemented  # the subclass runs on plain tensors, and these come back here; its own storage has no memory
+        self.before_op()
         with self:
             result = self.see_within(func, args, kwargs or {})
         if result is NotImplemented:
             result = func(*args, **(kwargs or {}))
         self._follow_phase()
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._note(tensor, str(func))
+        for tensor in tensors_in(result):
+            self._note(tensor, func)
         self.num_ops += 1
         if self.num_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_op = self.num_bytes, self.num_ops
         if self._at is not None and self.num_ops == self._at[0]:
             self._at[1]()
+        self.after_op(func, args, result)
         return result
+
+    def before_op(self) -> None:
+        """Look at the state of the step before an op."""
+
+    def after_op(self, func: Any, args: Any, result: Any) -> None:
+        """Look at an op whose bytes are counted."""
 
     def count(self, key: int, change: int) -> None:
         """Count the bytes by which a storage has grown or, if negative, shrunk. key: of `live`, which has the new size."""
@@ -152,14 +173,14 @@ class LiveBytes(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         return "" if node is None else node.name()
 
-    def _note(self, tensor: Tensor, op: str) -> None:
+    def _note(self, tensor: Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.live or self.device_type not in (None, tensor.device.type):
             return
         num_bytes = self._rounded(storage.nbytes())
         dtype = str(tensor.dtype).removeprefix("torch.")
-        origin = f"{self._where()} {op.removeprefix('aten.')} {dtype}{list(tensor.shape)}".strip()
+        origin = f"{self._where()} {str(func).removeprefix('aten.')} {dtype}{list(tensor.shape)}".strip()
         self.live[key] = Allocation(num_bytes, self.phase, origin)
         self.count(key, num_bytes)
         self._references[key] = weakref.ref(storage, lambda _: self._forget(key))

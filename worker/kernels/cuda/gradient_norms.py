@@ -195,7 +195,7 @@ def clip_(gradients: Sequence[Tensor], scaled: Sequence[Tensor], norm: Tensor, m
         return
     table, is_aligned, sizes, forms = _table(gradients, scaled)
     num_chunks = [-(-size // CHUNK) if form else 1 for size, form in zip(sizes, forms, strict=True)]
-    chunks = tables.send("chunks to scale", num_chunks, norm.device, torch.int32, _chunks)
+    chunks = tables.send("chunks to scale", num_chunks, norm.device, torch.int32, tables.chunk_rows)
     if not len(chunks):
         return
     bits = ctypes.c_int32.from_buffer(ctypes.c_float(max_norm)).value  # a launch with a Python float would be slow
@@ -207,7 +207,7 @@ def _parts(gradients: Sequence[Tensor], scaled: Sequence[Tensor], order: float) 
     gradients = [each.contiguous() for each in gradients]  # a copy has to outlive the launch
     name = "inf" if order == math.inf else ""  # the check for finite values has other gradients than clipping
     table, is_aligned, sizes, _ = _table(gradients, scaled, name)
-    chunks = tables.send(f"chunks {name}", _parts_of(tuple(sizes))[0], table.device, torch.int32, _chunks)
+    chunks = tables.send(f"chunks {name}", _parts_of(tuple(sizes))[0], table.device, torch.int32, tables.chunk_rows)
     parts = chunks.new_empty(len(chunks), dtype=torch.float32)
     if len(chunks):
         _launch_parts(len(chunks), table, chunks, parts, _as_constant(order), is_aligned, CHUNK)
@@ -241,7 +241,3 @@ def _as_real(gradient: Tensor, order: float = 2) -> Tensor:
 
 def _as_constant(order: float) -> int | str | float:
     return "inf" if order == math.inf else 2 if order == 2 else order
-
-
-def _chunks(num_chunks: list[int]) -> list[tuple[int, int]]:
-    return [(row, chunk) for row, number in enumerate(num_chunks) for chunk in range(number)]

@@ -1,6 +1,7 @@
 """Send tables of addresses and numbers to a device; what it already has is not sent again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -26,3 +27,9 @@ def send(
     if type(on_device) is Tensor:  # a fake one belongs to its mode
         _SENT[name, device] = (content, on_device)
     return on_device
+
+
+def chunk_rows(num_chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return a row of each chunk of many tensors: its tensor's index, and its own within that tensor."""
+    tensors = chain.from_iterable(map(repeat, range(len(num_chunks)), num_chunks))
+    return [*zip(tensors, chain.from_iterable(map(range, num_chunks)), strict=True)]  # a million of them in a large model

@@ -1,0 +1,99 @@
+"""Time plans as `POST /v1/plans` answers them: from a planner whose process has not started, and from one that runs.
+
+    python -m benchmarks.plan_times [--rounds 3] [--write]
+
+No job repeats another's trace: those of the first plan have another length of sequences. "Cold" holds the start of the
+process, and "asked" is the job's own level, which comes first. Of the rest the last peak is timed; what is not there within the
+deadline of a plan is asked for again.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+from benchmarks.figures import Figure, add_write_option, show
+from octet.api_schemas import JobSpec
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.plan import PlanRequest
+from octet.service.jobs.planning import Planning
+from octet.service.settings import Settings
+
+JOBS: dict[str, dict[str, Any]] = {
+    "Llama 8 B, ZeRO 3 on 8 ranks": {
+        "model": {"preset": "llama-8b"},
+        "training": {"sequence_length": 4096, "global_batch_size": 16, "micro_batch_size": 1},
+        "resources": {"workers": 8},
+        "parallelism": {"zero_stage": 3},
+    },
+    "GPT 175 B, tensor 8 × pipeline 8": {
+        "model": {"preset": "gpt-175b"},
+        "training": {"sequence_length": 2048, "global_batch_size": 16, "micro_batch_size": 1},
+        "resources": {"workers": 64},
+        "parallelism": {"tensor": 8, "pipeline": 8},
+    },
+}
+SHORTER = 2
+"""The length of a sequence in the plans that start a process, divided by this."""
+
+
+def job_of(name: str, *, shorter: bool) -> JobSpec:
+    """Return a job of the table at O2, which no preset's peaks answer."""
+    spec = {"name": "planned", "precision": {"level": "O2"}, "data": {"source": "tokens", "path": "/data"}, **JOBS[name]}
+    training = {"steps": 100} | spec["training"]
+    training["sequence_length"] //= SHORTER if shorter else 1
+    return JobSpec.model_validate(spec | {"training": training})
+
+
+def timed(planning: Planning, request: PlanRequest) -> float:
+    """Return the seconds until all peaks that were asked for are known, asking again as the service's reasons say."""
+    began, asked = time.perf_counter(), request.levels or (request.job.precision.level,)
+    while True:
+        plan = planning.plan(request).result()
+        missing = [row for row in plan.rows if row.level in asked and row.possible and row.peak_bytes is None]
+        if not missing:
+            return time.perf_counter() - began
+        if not all(str(row.reason).endswith("ask again later") for row in missing):
+            raise RuntimeError(f"no peak: {missing}")
+
+
+def measure(name: str) -> dict[str, float]:
+    """Plan a job with a process of its own; returns seconds by what was planned."""
+    planning = Planning(Settings())
+    try:
+        return {
+            "asked level, cold": timed(planning, PlanRequest(job=job_of(name, shorter=True))),
+            "asked level, warm": timed(planning, PlanRequest(job=job_of(name, shorter=False))),
+            f"the other {len(LEVELS) - 1} levels, warm": timed(
+                planning, PlanRequest(job=job_of(name, shorter=False), levels=tuple(LEVELS))
+            ),
+        }
+    finally:
+        planning.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_times", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    add_write_option(parser)
+    options = parser.parse_args()
+    goals = {"asked level, cold": "<= 10", "asked level, warm": "<= 2"}
+    figures = []
+    for name in JOBS:
+        rounds = [measure(name) for _ in range(options.rounds)]
+        for what in rounds[0]:
+            found = [each[what] for each in rounds]
+            figures.append(
+                Figure(
+                    f"plan: {name}: {what} (s)",
+                    f"{statistics.median(found):.1f}",
+                    f"{min(found):.1f} to {max(found):.1f}",
+                    goals.get(what, ""),
+                )
+            )
+    show(figures, "benchmarks.plan_times", options.write)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
