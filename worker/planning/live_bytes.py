@@ -99,13 +99,14 @@ class LiveBytes(TorchDispatchMode):
         self.phase = "forward"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE_OF:
-            return args[0].device  # half of all calls, which a fake tensor answers by itself
         if any(map(_is_made_of_tensors, types)):
             return NotImplemented  # the subclass runs on plain tensors, and these come back here; its own storage has no memory
         self.before_op()
-        with self:
-            result = self.see_within(func, args, kwargs or {})
+        if func is _DEVICE_OF:
+            result = args[0].device  # half of all calls, which a fake tensor answers by itself
+        else:
+            with self:
+                result = self.see_within(func, args, kwargs or {})
         if result is NotImplemented:
             result = func(*args, **(kwargs or {}))
         self._follow_phase()

@@ -93,7 +93,9 @@ def test_a_trace_holds_what_the_closed_form_says(name: str) -> None:
             assert found["held"][kind] == pytest.approx(num_bytes, rel=0.005), kind
     assert 0 <= found["held"]["other"] - found["planned"]["other"] <= 8 * found["num_parameters"]
     alive = sum(num_bytes for kind, num_bytes in found["held"].items() if kind != "gradients")
-    assert found["before"][0] == pytest.approx(alive, rel=0.001), "between steps nothing but states is alive"
+    # A trace rounds each tensor up to 512 bytes; a parameter has its states, scales and a counter beside it.
+    rounded_up = 8 * 511 * found["num_parameters"]
+    assert found["before"][0] == pytest.approx(alive, rel=0.001, abs=rounded_up), "between steps nothing but states is alive"
 
 
 @pytest.mark.slow
