@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from octet.api_schemas.models.shapes import ParameterShape
 from octet.api_schemas.precision import PrecisionSpec
@@ -39,4 +40,9 @@ def is_hidden_matrix(shape: ParameterShape) -> bool:
 
 def matches(name: str, globs: Collection[str]) -> bool:
     """Return True if one of the globs matches the whole name."""
+    return _matches(name, tuple(globs))
+
+
+@lru_cache(1 << 16)  # a plan looks at each layer of each level on each rank of a pipeline
+def _matches(name: str, globs: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)

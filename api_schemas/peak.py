@@ -30,13 +30,15 @@ class Peak(Contract):
     by_class: dict[str, int] = Field(description=f"alive at the peak: {', '.join(PEAK_CLASSES)}")
     before: Bytes = Field(description="alive between steps")
     held: dict[str, int] = Field(description="by class at the update, as octet.worker.memory_report counts them")
-    by_micro_batch: tuple[PeakLine, ...]
+    by_micro_batch: tuple[PeakLine, ...] = Field(description="none until a wider micro-batch is traced, too")
     exchanged: dict[str, dict[str, dict[str, int]]] = Field(
         default_factory=dict, description="bytes sent in a step but to replicas, by axis, collective and dtype"
     )
 
-    def largest_micro_batch(self, micro_batch_size: int, most_bytes: int) -> int:
-        """Return the most sequences of a pass with which no moment takes more bytes."""
+    def largest_micro_batch(self, micro_batch_size: int, most_bytes: int) -> int | None:
+        """Return the most sequences of a pass with which no moment takes more bytes; None until lines are known."""
+        if not self.by_micro_batch:
+            return None
         sizes = [(most_bytes - line.base) * micro_batch_size // line.growth for line in self.by_micro_batch if line.growth > 0]
         return max(0, min(sizes, default=0))
 

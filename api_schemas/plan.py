@@ -26,8 +26,8 @@ from octet.api_schemas.planned_states import (
     NotPlanned,
     States,
     exchanged_of_experts,
-    states_of,
-    states_of_rank,
+    most_of,
+    states_of_ranks,
     why_left,
 )
 from octet.api_schemas.precision import LevelName
@@ -94,9 +94,13 @@ def trace_key(request: TraceRequest, *, any_depth: bool = False) -> str:
 
 
 class TraceReply(Contract):
-    """One line from the planner's process: the peak, or why there is none. network: of a model that transformers builds."""
+    """One line from the planner's process: the peak, or why there is none. network: of a model that transformers builds.
+
+    more: another line follows, with what wider micro-batches take.
+    """
 
     id: str
+    more: bool = False
     peak: Peak | None = None
     reason: str | None = None
     network: NetworkShapes | None = None
@@ -110,7 +114,7 @@ class Fit(Contract):
     verdict: Verdict
     free_bytes: int = Field(description="memory less the lower bound; negative if that is larger")
     upper_bytes: int | None = Field(default=None, description="the peak with what such devices take at most; null without one")
-    largest_micro_batch: int | None = Field(description="by the upper bound; null without a peak")
+    largest_micro_batch: int | None = Field(description="by the upper bound; null until wider micro-batches are traced, too")
     floor: StepFloor | None = Field(default=None, description="the least time of a step; null if the pool names no device")
     predicted: StepRange | None = Field(
         default=None, description="the range of a step's time by published rates; null without a device, or a closed form"
@@ -337,6 +341,17 @@ def rows_of(found: Sequence[Candidate], pools: Sequence[PoolConfig], replies: Se
     return rows
 
 
+def row_of(index: int, found: Sequence[Candidate], pools: Sequence[PoolConfig], replies: Sequence[TraceReply]) -> PlanRow:
+    """Return one candidate's row, as `rows_of` does if no trace had to look at its network."""
+    own = [
+        reply.model_copy(update={"id": f"0.{rank}"})
+        for reply in replies
+        for at, rank in [reply.id.split(".")]
+        if at == str(index)
+    ]
+    return rows_of([found[index]], pools, own)[0]
+
+
 def _row(
     candidate: Candidate, pools: Sequence[PoolConfig], replies: Mapping[int, TraceReply], network: NetworkShapes | None
 ) -> PlanRow:
@@ -347,14 +362,13 @@ def _row(
         return row.model_copy(update={"possible": False})
     if not replies and (shipped := preset_peak(spec)) is not None:
         replies = {0: TraceReply(id="shipped", peak=shipped)}
-    missing = next((reply.reason for reply in replies.values() if reply.peak is None), None)
+    missing = next((reply.reason for reply in replies.values() if reply.reason is not None), None)
     sizes = sizes_with(spec, next((reply.network for reply in replies.values()), None) or network)
     try:
-        states = states_of(spec, sizes)
-        ranks = [states_of_rank(spec, sizes, rank) for rank in range(spec.layout.pipeline)]
+        ranks = states_of_ranks(spec, sizes)
     except NotPlanned as error:
         return row.model_copy(update={"reason": missing or str(error)})
-    peak = _peak_of_ranks(replies)
+    states, peak = most_of(ranks), _peak_of_ranks(replies)
     reason = (candidate.wants_peak and why_not_traced(spec)) or ONLY_STATES
     lower = sum(states.held.values()) if peak is None else max(peak.bytes, sum(states.held.values()))
     outside = {"framework": CONTEXT_BYTES, "communication": nccl_bytes(spec.layout, spec.parallelism)}
@@ -396,7 +410,7 @@ def _peak_of_ranks(replies: Mapping[int, TraceReply]) -> Peak | None:
     peaks = [reply.peak for reply in replies.values() if reply.peak is not None]
     if not peaks or len(peaks) < len(replies):
         return None
-    lines = tuple(line for peak in peaks for line in peak.by_micro_batch)
+    lines = tuple(line for peak in peaks for line in peak.by_micro_batch) if all(peak.by_micro_batch for peak in peaks) else ()
     return max(peaks, key=lambda peak: peak.bytes).model_copy(update={"by_micro_batch": lines})
 
 
@@ -480,7 +494,7 @@ def choose_level(rows: Sequence[PlanRow], pool: str) -> PlanRow | None:
     """Return the row that precision.level auto takes: the first that fits, or else that with the largest micro-batch.
 
     rows: of `AUTOMATIC`, or some of them, in its order; those that their states alone exclude need no peak. None if a row
-    without a peak comes before one that fits: it may be the better choice.
+    without a peak comes before one that fits: it may be the better choice. None, too, if micro-batches are not known yet.
     """
     known = [row for row in rows if row.possible]
     for row in known:
@@ -489,6 +503,9 @@ def choose_level(rows: Sequence[PlanRow], pool: str) -> PlanRow | None:
             return row
         if verdict == "unknown":
             return None
+
+    if any(fit.upper_bytes is not None and fit.largest_micro_batch is None for row in known if (fit := room(row, pool))):
+        return None
 
     def largest(row: PlanRow) -> tuple[int, int]:
         fit = room(row, pool)

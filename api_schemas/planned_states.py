@@ -76,12 +76,21 @@ class _Parameter(NamedTuple):
 
 def states_of(spec: JobSpec, sizes: FamilySizes) -> States:
     """Return the states of the rank that holds most. sizes: with what the model's files say. Raises NotPlanned."""
+    return most_of(states_of_ranks(spec, sizes))
+
+
+def most_of(ranks: Sequence[States]) -> States:
+    """Return the states of the rank that holds most."""
+    return max(ranks, key=lambda states: sum(states.held.values()))
+
+
+def states_of_ranks(spec: JobSpec, sizes: FamilySizes) -> list[States]:
+    """Return the states of each rank of the pipeline axis. Raises NotPlanned."""
     if not spec.precision.is_resolved:
         raise NotPlanned("its level is chosen before it starts")
     if spec.precision.norms != "fp32":
         raise NotPlanned("only a rank that builds the model knows which of its norms precision.norms gives bf16 weights")
-    ranks = (states_of_rank(spec, sizes, rank) for rank in range(spec.layout.pipeline))
-    return max(ranks, key=lambda states: sum(states.held.values()))
+    return [states_of_rank(spec, sizes, rank) for rank in range(spec.layout.pipeline)]
 
 
 def validated(spec: JobSpec) -> ValidatedJob:

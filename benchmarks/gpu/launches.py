@@ -70,10 +70,9 @@ class Launches(TorchDispatchMode):
         options = kwargs or {}
         if any(issubclass(kind, Float8Gradient) for kind in types):
             return NotImplemented  # what it does with codes and scales is seen next
-        if func.namespace == "octet":
-            with self:  # counts what our implementation does
-                return see_within(func, args, options)
-        found = see_within(func, args, options)
+        found = see_within(self, func, args, options)
+        if func.namespace == "octet":  # what our implementation does has been counted
+            return found
         result = func(*args, **options) if found is NotImplemented else found
         name = func.overloadpacket.__name__
         if not func.is_view and name not in NO_LAUNCH:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from anyio.to_thread import run_sync
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -41,6 +41,7 @@ from octet.api_schemas.plan import (
     needs_changes,
     plan_of,
     read_configs,
+    row_of,
     rows_of,
     savings_of_job,
     trace_key,
@@ -71,6 +72,13 @@ def why_no_peaks(settings: Settings) -> str | None:
     return None
 
 
+class Waiting(NamedTuple):
+    """The answers to a request: to the job's own micro-batch, and the last one."""
+
+    own: asyncio.Future[TraceReply]
+    last: asyncio.Future[TraceReply]
+
+
 class Planner:
     """Asks the process, and keeps its last answers."""
 
@@ -83,7 +91,7 @@ class Planner:
         self._numbers = count()
         self._keys: dict[str, str] = {}
         """The jobs that the process traces, by the number of the request."""
-        self._waiting: dict[str, asyncio.Future[TraceReply]] = {}
+        self._waiting: dict[str, Waiting] = {}
         self._kept: dict[str, TraceReply] = {}
         self.num_disagreements = 0
         """Traces whose states are not those of the closed form."""
@@ -141,14 +149,23 @@ class Planner:
             return await run_sync(rows_of, found, self._settings.pools, list(replies.values()))
 
         coming = [asyncio.ensure_future(self._reply(request)) for request in requests]
+        if on_rows is not None:
+            coming += [asyncio.ensure_future(self._reply(request, own=True)) for request in requests]
         try:
-            if on_rows is not None:
-                on_rows(await rows_now())
-            for number, next_reply in enumerate(asyncio.as_completed(coming), 1):
+            rows = [] if on_rows is None else await rows_now()
+            for next_reply in asyncio.as_completed(coming):
+                if on_rows is not None:
+                    on_rows(list(rows))
                 reply = await next_reply
-                replies[reply.id] = reply
-                if on_rows is not None and number < len(coming):
-                    on_rows(await rows_now())
+                known = replies[reply.id].peak
+                if reply.more and known is not None:  # the last one came first
+                    continue
+                replies[reply.id] = reply.model_copy(update={"peak": reply.peak or known})
+                if on_rows is not None and reply.network is not None:
+                    rows = await rows_now()
+                elif on_rows is not None:
+                    index = int(reply.id.split(".")[0])
+                    rows[index] = await run_sync(row_of, index, found, self._settings.pools, list(replies.values()))
         finally:
             for each in coming:
                 each.cancel()  # of a plan that is given up; the process traces on, and its answer is kept
@@ -156,28 +173,33 @@ class Planner:
         self.num_disagreements += sum(row.states_agree is False for row in rows)
         return rows
 
-    async def _reply(self, request: TraceRequest) -> TraceReply:
+    async def _reply(self, request: TraceRequest, *, own: bool = False) -> TraceReply:
         key = trace_key(request)
-        reply = self._kept.get(key) or await self._ask(key, request)
+        reply = self._kept.get(key) or await self._ask(key, request, own=own)
         return reply.model_copy(update={"id": request.id})
 
-    async def _ask(self, key: str, request: TraceRequest) -> TraceReply:
-        """Ask the process for a peak, unless it traces it already, and wait until the deadline. A late reply is kept."""
+    async def _ask(self, key: str, request: TraceRequest, *, own: bool) -> TraceReply:
+        """Ask the process for a peak, unless it traces it already, and wait until the deadline. A late reply is kept.
+
+        own: the job's own micro-batch is enough.
+        """
         answer, reason = self._waiting.get(key), why_no_peaks(self._settings)
         if reason is None and answer is None and len(self._waiting) >= MOST_WAITING:
             reason = f"{MOST_WAITING} traces are waiting; ask again later"
         if reason is not None:
             return TraceReply(id=request.id, reason=reason)
         if answer is None:
-            answer = self._waiting[key] = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            answer = self._waiting[key] = Waiting(loop.create_future(), loop.create_future())
             sending = asyncio.create_task(self._send(key, request))  # which no deadline ends halfway
             self._sending.add(sending)
             sending.add_done_callback(self._sending.discard)
         try:
             async with asyncio.timeout(DEADLINE_S):
-                return await asyncio.shield(answer)
+                return await asyncio.shield(answer.own if own else answer.last)
         except TimeoutError:
-            return TraceReply(id=request.id, reason=_late())
+            found = answer.own.result() if answer.own.done() else TraceReply(id=request.id)
+            return found.model_copy(update={"more": False, "reason": _late()})
 
     async def _send(self, key: str, request: TraceRequest) -> None:
         number = str(next(self._numbers))
@@ -208,16 +230,21 @@ class Planner:
         assert process.stdout is not None
         async for line in process.stdout:
             reply = TraceReply.model_validate_json(line)
-            self._answer(self._keys.pop(reply.id), reply)
+            self._answer(self._keys[reply.id] if reply.more else self._keys.pop(reply.id), reply)
         status = await process.wait()
         for number, key in self._keys.items():
             self._answer(key, TraceReply(id=number, reason=f"the planner's process ended with status {status}; ask again"))
         self._keys.clear()
 
     def _answer(self, key: str, reply: TraceReply) -> None:
-        if (answer := self._waiting.pop(key, None)) is not None and not answer.done():
-            answer.set_result(reply)
-        if reply.peak is not None:
+        if (waiting := self._waiting.get(key)) is not None:
+            for answer in waiting[: 1 if reply.more else 2]:
+                if not answer.done():
+                    answer.set_result(reply)
+        if reply.more:
+            return
+        self._waiting.pop(key, None)
+        if reply.peak is not None and reply.reason is None:
             if len(self._kept) >= MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[key] = reply

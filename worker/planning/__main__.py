@@ -1,9 +1,9 @@
 """Trace jobs on request: `python -m octet.worker.planning` reads one JSON line for each and answers one.
 
-Everything is loaded once. For each number of sequences that a job is traced with, a forked child with limits of time and
-memory does it, so that nothing it does stays, and a job's children run side by side; the traces of one child share what torch
-keeps of ops it has seen. The parent never runs a backward pass, since autograd does not survive a fork. It ends when its input
-does.
+Everything is loaded once. Each trace of a job is made by a forked child with limits of time and memory, so that nothing it does
+stays, and a job's children run side by side. Those with its own micro-batch come first, and with them the peak is known; those
+with a wider one say how it grows, in a second line. The parent never runs a backward pass, since autograd does not survive a
+fork. It ends when its input does.
 """
 
 import ctypes
@@ -14,13 +14,14 @@ import resource
 import selectors
 import signal
 import sys
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from octet.api_schemas.models.huggingface import NetworkShapes
+from octet.api_schemas.peak import Peak
 from octet.api_schemas.plan import TraceReply, TraceRequest, trace_key
 from octet.worker.models.huggingface import transformers
+from octet.worker.parallel.pipeline import schedule  # noqa: F401 - takes a second, once and not in each child
 from octet.worker.planning.curve import Moment
 from octet.worker.planning.fake_gpu import fake_gpu
 from octet.worker.planning.moments import Tracing, counts, depth_of, peak_of, traces_of
@@ -35,33 +36,52 @@ MOST_KEPT = 8
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
+class Piece(NamedTuple):
+    """A child's part of a job's traces. num_blocks: None for all that it is traced with, of a network that the child finds."""
+
+    num_sequences: int
+    num_blocks: int | None
+
+
 @dataclass
 class Plan:
-    """A request with the traces that it has so far, by their number of sequences."""
+    """A request with the traces that it has so far."""
 
     request: TraceRequest
-    traces: dict[int, Tracing] = field(default_factory=dict)
+    traces: dict[Piece, Tracing] = field(default_factory=dict)
     network: NetworkShapes | None = None
+    own: Peak | None = None
+    """The peak of the job's own micro-batch, once it is known."""
     is_answered: bool = False
 
     def answer(self, reply: TraceReply) -> None:
-        """Write the reply, once."""
+        """Write a reply, unless the last one, without more, has been written."""
         if not self.is_answered:
-            self.is_answered = True
+            self.is_answered = not reply.more
             sys.stdout.write(reply.model_dump_json() + "\n")
             sys.stdout.flush()
 
+    def tracings(self) -> list[Tracing]:
+        """Return the traces of each number of sequences, in their order, as far as they are complete."""
+        found = []
+        for pieces in pieces_of(self.request):
+            parts = [self.traces[piece] for piece in pieces if piece in self.traces]
+            if len(parts) < len(pieces):
+                break
+            found.append(parts[0]._replace(traces=[each for part in parts for each in part.traces]))
+        return found
+
     def fail(self, reason: str) -> None:
-        """Answer with the reason for which there is no peak."""
-        self.answer(TraceReply(id=self.request.id, reason=reason, network=self.network))
+        """Answer with the reason for which there is no peak, or none of wider micro-batches."""
+        self.answer(TraceReply(id=self.request.id, peak=self.own, reason=reason, network=self.network))
 
 
 class Child(NamedTuple):
-    """A process that traces a plan's job with so many sequences. result: the file into which it writes its traces."""
+    """A process that traces a piece of a plan's job. result: the file into which it writes its traces."""
 
     process_id: int
     plan: Plan
-    num_sequences: int
+    piece: Piece
     result: int
 
 
@@ -70,7 +90,7 @@ class Planner:
 
     def __init__(self) -> None:
         self.selector = selectors.PollSelector()  # which takes a file as input, too
-        self.waiting: deque[tuple[Plan, int]] = deque()
+        self.waiting: list[tuple[Plan, Piece]] = []
         self.children: dict[int, Child] = {}
         """By the descriptor of the process."""
         self.kept: dict[str, list[Tracing]] = {}
@@ -88,7 +108,7 @@ class Planner:
                 else:
                     self._reap(key.fd)
             while self.waiting and len(self.children) < min(os.cpu_count() or 1, MOST_CHILDREN):
-                self._start(*self.waiting.popleft())
+                self._start(*self.waiting.pop(0))
 
     def _read(self, stdin: int) -> None:
         chunk = os.read(stdin, 1 << 16)
@@ -108,19 +128,30 @@ class Planner:
                 if depth is not None and (found := self.kept.get(trace_key(plan.request, any_depth=True))):
                     _complete(plan, [tracing._replace(depth=depth) for tracing in found])
                     continue
-                _, sequences = counts(plan.request.job)
-                self.waiting += [(plan, num_sequences) for num_sequences in sequences]
+                self._queue(plan)
 
-    def _start(self, plan: Plan, num_sequences: int) -> None:
+    def _queue(self, plan: Plan) -> None:
+        """Let a plan wait. The job's own micro-batch comes before wider ones, on all ranks of its pipeline."""
+        own, *wider = pieces_of(plan.request)
+        later = (
+            index
+            for index, (other, piece) in enumerate(self.waiting)
+            if piece.num_sequences > own[0].num_sequences and other.request.job == plan.request.job
+        )
+        place = next(later, len(self.waiting))
+        self.waiting[place:place] = [(plan, piece) for piece in own]
+        self.waiting += [(plan, piece) for pieces in wider for piece in pieces]
+
+    def _start(self, plan: Plan, piece: Piece) -> None:
         if plan.is_answered:  # its other child failed
             return
         result = os.memfd_create("traces")
         parent = os.getpid()
         process_id = os.fork()
         if not process_id:
-            _trace_in_child(parent, plan.request, num_sequences, result)
+            _trace_in_child(parent, plan.request, piece, result)
         descriptor = os.pidfd_open(process_id)
-        self.children[descriptor] = Child(process_id, plan, num_sequences, result)
+        self.children[descriptor] = Child(process_id, plan, piece, result)
         self.selector.register(descriptor, selectors.EVENT_READ)
 
     def _reap(self, descriptor: int) -> None:
@@ -141,19 +172,20 @@ class Planner:
         if found["reason"] is not None:
             child.plan.fail(found["reason"])
         else:
-            self._note(child.plan, child.num_sequences, _read(found["tracing"]))
+            child.plan.traces[child.piece] = _read(found["tracing"])
+            self._note(child.plan, child.piece)
 
-    def _note(self, plan: Plan, num_sequences: int, found: Tracing) -> None:
-        """Note traces. The last ones of a plan complete it, and stay for others that differ in their depth alone."""
-        plan.traces[num_sequences] = found
-        _, sequences = counts(plan.request.job)
-        if plan.traces.keys() == set(sequences):
-            tracings = [plan.traces[number] for number in sequences]
+    def _note(self, plan: Plan, piece: Piece) -> None:
+        """Note a piece. The last one of a plan completes it, and all stay for others that differ in their depth alone."""
+        tracings, pieces = plan.tracings(), pieces_of(plan.request)
+        if len(tracings) == len(pieces):
             _complete(plan, tracings)
             if _depth_of(plan.request) is not None:
                 self.kept[trace_key(plan.request, any_depth=True)] = tracings
                 while len(self.kept) > MOST_KEPT:
                     del self.kept[next(iter(self.kept))]
+        elif tracings and piece in pieces[0]:
+            _complete(plan, tracings)
 
 
 def _depth_of(request: TraceRequest) -> int | None:
@@ -162,17 +194,26 @@ def _depth_of(request: TraceRequest) -> int | None:
     return None if is_looked_at else depth_of(request.job, request.pipeline_rank)
 
 
+def pieces_of(request: TraceRequest) -> list[list[Piece]]:
+    """Return what has to be traced, by the number of sequences; the job's own is the first."""
+    blocks, sequences = counts(request.job)
+    traced = (None,) if _depth_of(request) is None else blocks
+    return [[Piece(num_sequences, num_blocks) for num_blocks in traced] for num_sequences in sequences]
+
+
 def _complete(plan: Plan, tracings: list[Tracing]) -> None:
-    """Answer a plan by its traces. tracings: of each number of sequences, in their order."""
+    """Answer a plan by its traces. tracings: of each number of sequences, in their order, or of the first."""
     try:
         peak = peak_of(plan.request.job, tracings)
     except ValueError as error:
         plan.fail(f"its traces do not fit each other: {error}")
     else:
-        plan.answer(TraceReply(id=plan.request.id, peak=peak, network=plan.network))
+        plan.own, more = peak, not peak.by_micro_batch
+        reason = "its largest micro-batch is being traced" if more else None
+        plan.answer(TraceReply(id=plan.request.id, more=more, peak=peak, reason=reason, network=plan.network))
 
 
-def _trace_in_child(parent: int, request: TraceRequest, num_sequences: int, result: int) -> NoReturn:
+def _trace_in_child(parent: int, request: TraceRequest, piece: Piece, result: int) -> NoReturn:
     """Write the traces of a job, or the reason for which there are none, and end."""
     _leave(parent)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
@@ -183,7 +224,7 @@ def _trace_in_child(parent: int, request: TraceRequest, num_sequences: int, resu
     try:
         if (network := find_network(job, config)) is not None:
             found["network"] = network.shapes.model_dump(mode="json")
-        found["tracing"] = traces_of(job, num_sequences, request.pipeline_rank, config, network)
+        found["tracing"] = traces_of(job, piece.num_sequences, request.pipeline_rank, config, network, piece.num_blocks)
     except NotTraced as error:
         found["reason"] = str(error)
     except Exception as error:  # noqa: BLE001 - whatever a step raises is the answer

@@ -59,6 +59,7 @@ class Curve(LiveBytes):
         self._parameters: list[nn.Parameter] = []
         self._gradients: list[int] = []
         """The identity of each parameter's gradient, when it was last looked at."""
+        self._num_looked_at, self._is_new = 0, False
 
     def begin_step(self, model: nn.Module, optimizer: Any) -> None:
         """Begin a step with what is alive."""
@@ -126,7 +127,9 @@ class Curve(LiveBytes):
             self._mark(tensors_in((args, result)), "communication")
         elif self.num_words is not None:
             self._mark((each for each in tensors_in(result) if each.shape[-1:] == (self.num_words,)), "logits")
-        if len(self._by_phase) > 1:
+        if len(self._by_phase) > 1 and (self._is_new or len(self._changes) > self._num_looked_at):
+            self._is_new = len(self._changes) > self._num_looked_at
+            self._num_looked_at = len(self._changes)
             self._mark_gradients()
         self._by_phase[-1].append((_name_of(func), self.num_bytes))
         self._num_ops += 1

@@ -13,10 +13,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import bias as biases
 from torch.utils._foreach_utils import _foreach_supported_types
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 from triton import knobs
 from triton.runtime.jit import JITFunction
@@ -28,6 +28,7 @@ from octet.worker.kernels import library
 from octet.worker.kernels.cuda import gemm, tables
 from octet.worker.models import context
 from octet.worker.optim.fused import FusedStep
+from octet.worker.planning.fakes import Fakes
 from octet.worker.prepare import convert
 
 aten = torch.ops.aten
@@ -38,12 +39,6 @@ _SILU: list[torch.library.Library] = []
 CHIP = Chip("NVIDIA H200", HOPPER)
 LOWER_RIGHT = object()
 """Stands for torch's causal mask of the last queries, which no fake tensor can be and which takes no memory on CUDA."""
-
-
-class _Fakes(FakeTensorMode):
-    """Keep `torch.tensor` from initializing the device first, as torch does for fake CUDA tensors."""
-
-    avoid_device_init = True
 
 
 class _Backend(_DummyBackendModule):
@@ -83,7 +78,7 @@ def fake_tensors() -> Iterator[None]:
             (nn.init, "_no_grad_trunc_normal_", lambda tensor, *_args, **_options: tensor),  # it loops on the drawn values
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
-        stack.enter_context(_Fakes())
+        stack.enter_context(Fakes())
         yield
 
 
@@ -128,15 +123,18 @@ def foreach_takes_fakes() -> Iterator[None]:
         _foreach_supported_types.remove(FakeTensor)
 
 
-def see_within(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Handle ops for `LiveBytes`: run our own ops as on a device, answer reads by the host, leave the rest to torch."""
+def see_within(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Handle ops for a mode: run our own as on a device, under the mode, answer reads by the host, leave the rest to torch."""
     if func.namespace == "octet":
-        return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1), *args, **options)
+        with mode:
+            return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1), *args, **options)
     if func is aten._efficient_attention_backward.default:  # torch's fake of it lacks an argument
-        return *map(torch.empty_like, args[1:4]), torch.empty_like(args[0][0, 0, 0, 0])
+        with mode:
+            return *map(torch.empty_like, args[1:4]), torch.empty_like(args[0][0, 0, 0, 0])
     if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # whose experts torch multiplies one by one
-        return _grouped_product(args[0], args[1], args[2] if len(args) > 2 else options["offs"])
-    return answer_host(func, args, options)
+        with mode:
+            return _grouped_product(args[0], args[1], args[2] if len(args) > 2 else options["offs"])
+    return answer_host(mode, func, args, options)
 
 
 def _grouped_product(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
@@ -145,7 +143,7 @@ def _grouped_product(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
     return left.new_empty(*groups, left.shape[-2], right.shape[-1])
 
 
-def answer_host(func: Any, args: tuple[Any, ...], _options: dict[str, Any]) -> Any:
+def answer_host(_mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], _options: dict[str, Any]) -> Any:
     """Return True or 1 when the host reads a value of a fake tensor."""
     if func is not aten._local_scalar_dense.default:
         return NotImplemented

@@ -79,6 +79,10 @@ class LiveBytes(TorchDispatchMode):
         self._at: tuple[int, Callable[[], None]] | None = None
         self._depth = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to keep the compiler out takes as long as a short op
+
     def __enter__(self) -> Self:
         if not self._depth:
             self._resize = mock.patch.object(torch.UntypedStorage, "resize_", self._resized(torch.UntypedStorage.resize_))
@@ -102,11 +106,11 @@ class LiveBytes(TorchDispatchMode):
         if any(map(_is_made_of_tensors, types)):
             return NotImplemented  # the subclass runs on plain tensors, and these come back here; its own storage has no memory
         self.before_op()
-        if func is _DEVICE_OF:
-            result = args[0].device  # half of all calls, which a fake tensor answers by itself
-        else:
-            with self:
-                result = self.see_within(func, args, kwargs or {})
+        if func is _DEVICE_OF:  # half of all calls, which a fake tensor answers by itself
+            self.num_ops += 1
+            self.after_op(func, (), ())
+            return args[0].device
+        result = self.see_within(self, func, args, kwargs or {})
         if result is NotImplemented:
             result = func(*args, **(kwargs or {}))
         self._follow_phase()

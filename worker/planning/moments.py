@@ -46,8 +46,9 @@ def traces_of(
     pipeline_rank: int = 0,
     config: Mapping[str, Any] | None = None,
     found: Found | None = None,
+    num_blocks: int | None = None,
 ) -> Tracing:
-    """Trace a step with so many sequences and two numbers of blocks. Raises NotTraced.
+    """Trace a step with so many sequences and two numbers of blocks, or with one of them. Raises NotTraced.
 
     config: of the model's folder. found: a network of transformers. One whose blocks differ is traced whole.
     """
@@ -55,11 +56,12 @@ def traces_of(
     depth = depth_of(spec, pipeline_rank) if found is None else found.depth
     if depth is None or (found is not None and depth <= blocks[1]):
         return Tracing((1, 2), 1, [trace(spec, None, num_sequences, pipeline_rank, config)] * 2)
-    return Tracing(blocks, depth, [trace(spec, number, num_sequences, pipeline_rank, config) for number in blocks])
+    traced = blocks if num_blocks is None else (num_blocks,)
+    return Tracing(blocks, depth, [trace(spec, number, num_sequences, pipeline_rank, config) for number in traced])
 
 
 def peak_of(spec: JobSpec, tracings: Sequence[Tracing]) -> Peak:
-    """Return the peak of a job's step. tracings: for each number of sequences of `counts`, of the same rank."""
+    """Return the peak of a job's step. tracings: for each number of sequences of `counts`, or for the first; of one rank."""
     first_tracing = tracings[0]
     found = extrapolate([each.traces for each in tracings], first_tracing.blocks, first_tracing.depth)
     exchanged: dict[str, dict[str, dict[str, int]]] = {}
@@ -72,7 +74,7 @@ def peak_of(spec: JobSpec, tracings: Sequence[Tracing]) -> Peak:
         by_class=found.by_class,
         before=found.before,
         held=found.held,
-        by_micro_batch=tuple(_line(found, *both) for both in _largest(found.moments)),
+        by_micro_batch=tuple(_line(found, *both) for both in _largest(found.moments)) if len(tracings) > 1 else (),
         exchanged=exchanged,
     )
 
@@ -86,7 +88,7 @@ def depth_of(spec: JobSpec, pipeline_rank: int = 0) -> int | None:
 def counts(spec: JobSpec) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the traced numbers of a rank's blocks, and of sequences. At ZeRO 3 the blocks at both ends differ from others."""
     size, runs = spec.batch.micro_batch_size, spec.layout.stages_per_rank
-    return ((4, 5) if spec.parallelism.zero_stage == 3 else (2 * runs, 3 * runs)), (size, 2 * size)
+    return ((3, 4) if spec.parallelism.zero_stage == 3 else (2 * runs, 3 * runs)), (size, 2 * size)
 
 
 def extrapolate(traces: Sequence[Sequence[Trace]], blocks: tuple[int, int], depth: int) -> Moments:

@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from octet.api_schemas import JobSpec
@@ -15,6 +16,7 @@ from octet.api_schemas.planned_states import states_of_rank
 from octet.api_schemas.preset_peaks import preset_job, preset_peak
 from octet.worker.planning import stages
 from octet.worker.planning import trace as trace_module
+from octet.worker.planning.fakes import Fakes
 from octet.worker.planning.moments import counts, depth_of, extrapolate, peak_of, traces_of
 from octet.worker.planning.presets import peak_of_preset
 from octet.worker.planning.trace import find_network, trace
@@ -164,6 +166,25 @@ def of_preset() -> dict[str, Any]:
     return {"shipped": shipped and shipped.bytes, "traced": traced.bytes}
 
 
+def by_torch() -> dict[str, tuple[bool, int]]:
+    """Return by case whether moments are those of torch's own fake tensors, and their number."""
+
+    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return FakeTensorMode.__torch_dispatch__(mode, func, types, args, kwargs or {})
+
+    results = {}
+    for name in ("gpt bf16-amp", "muon", "saving", "ZeRO 3", "mixture O2", "swin", "llama ao", "pipeline, rank 1"):
+        case = dict(CASES[name])
+        rank = case.pop("pipeline_rank", 0)
+        spec = spec_of(**case)
+        (few, _), (size, _) = counts(spec)
+        num_blocks = None if name == "swin" else few
+        own = trace(spec, num_blocks, size, rank)
+        with mock.patch.object(Fakes, "__torch_dispatch__", dispatch):
+            results[name] = (trace(spec, num_blocks, size, rank) == own, sum(map(len, own.phases)))
+    return results
+
+
 def packed(model: dict[str, Any]) -> dict[str, Any]:
     """Return by whether documents share rows: the peak, ops of attention, and storages of T × T elements."""
     results: dict[str, Any] = {}
@@ -194,6 +215,7 @@ if __name__ == "__main__":
     functions = {
         "wider": wider,
         "of preset": of_preset,
+        "by torch": by_torch,
         "preset": lambda: peak_of_preset(*sys.argv[2:]),
         "packed gpt": lambda: packed(GPT),
         "packed llama": lambda: packed(LLAMA),
