@@ -135,10 +135,12 @@ class _GroupedProducts(torch.autograd.Function):
         if needs_input or ctx.needs_weight:
             sides = "both" if needs_input and ctx.needs_weight else "rows" if needs_input else "columns"
             columns = None if columns_KP is None else Operand(columns_KP, scales_E)
-            dtypes = (ctx.input_dtype, ctx.grad_weight_dtype)
-            gradients = kernels.grouped_gradients(operand, counts, columns, weights, layers[0].plan.formats, sides, dtypes)
-            grad_input = gradients[0] if needs_input else None
-            grad_weights = _delivered(layers, gradients[-1]) if ctx.needs_weight else grad_weights
+            dtypes, in_codes = (ctx.input_dtype, ctx.grad_weight_dtype), ctx.needs_weight and _take_codes(layers)
+            gradients = kernels.grouped_gradients(
+                operand, counts, columns, weights, layers[0].plan.formats, sides, dtypes, finds_amax=in_codes
+            )
+            grad_input = gradients.pop(0) if needs_input else None
+            grad_weights = _delivered(layers, *gradients) if ctx.needs_weight else grad_weights
         grad_biases: list[Any] = []
         if ctx.has_bias:
             grad_biases = [*kernels.sum_runs(grad_output_SN, counts).to(ctx.bias_dtype).unbind()]
@@ -170,14 +172,19 @@ def _scaled(weights: Operands, layers: Sequence[Float8Linear], counts: list[int]
     return weights._replace(amaxes=list(amaxes_to_scale_by(scalings, own_E, counts).unbind()))
 
 
-def _delivered(layers: Sequence[Float8Linear], grad_weight: Tensor) -> list[Any]:
-    """Return the gradient of each weight, (E, N, K) or (E, K, N) as it is stored, as autograd gets it.
+def _take_codes(layers: Sequence[Float8Linear]) -> bool:
+    """Return True if the gradients of weights are held in codes, and made now.
 
-    In codes if they are held so. What is added to gradients of earlier micro-batches is rounded with these, so it stays wide.
+    What is added to gradients of earlier micro-batches is rounded with these, so it stays wide.
     """
-    positions = [layer.gradient_position for layer in layers]
-    if None in positions or any(layer.weight.grad is not None for layer in layers):
+    return all(layer.gradient_position is not None and layer.weight.grad is None for layer in layers)
+
+
+def _delivered(layers: Sequence[Float8Linear], grad_weight: Tensor, amax_E: Tensor | None = None) -> list[Any]:
+    """Return the gradient of each weight, (E, N, K) or (E, K, N) as it is stored, as autograd gets it. amax_E: for codes."""
+    if amax_E is None:
         return [*grad_weight.unbind()]
-    codes, scales_E = kernels.quantize_gradients(grad_weight, E4M3.dtype)
+    codes, scales_E = kernels.quantize_gradients(grad_weight, amax_E, E4M3.dtype)
+    positions = [layer.gradient_position for layer in layers]
     parts: Any = zip(codes.unbind(), scales_E.unbind(), positions, strict=True)
     return [Float8Gradient(*each) for each in parts]

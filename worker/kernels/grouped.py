@@ -48,7 +48,7 @@ def grouped_output(
     return results
 
 
-def grouped_gradients(
+def grouped_gradients(  # noqa: PLR0913 - the op's arguments
     grad_output_SN: Operand,
     counts: list[int],
     input_columns: Operand | None,
@@ -56,25 +56,29 @@ def grouped_gradients(
     formats: LinearFormats,
     sides: str,
     dtypes: tuple[torch.dtype, torch.dtype],
+    *,
+    finds_amax: bool = False,
 ) -> list[Tensor]:
     """The gradients of the input (S, K), for the "rows" among sides, and of the weights as stored (E, ...), for "columns".
 
     grad_output: values, or codes with a dequant_scale (E,). input_columns: the codes that `grouped_output` kept. weights: as
     there; values with their amax. dtypes: of the two gradients. A run without rows has a weight gradient of zeros.
+    finds_amax: the amaxes (E,) of the weights' gradients in their dtype come last, for `quantize_gradients`.
     """
     if sides not in SIDES:
         raise ValueError(f"sides is {sides!r}; allowed: {', '.join(SIDES)}.")
     _check(grad_output_SN.data, counts, weights, formats)
-    gradients: list[Tensor] = _gradients_op(grad_output_SN, counts, input_columns, weights, formats, sides, *dtypes)
+    gradients: list[Tensor] = _gradients_op(grad_output_SN, counts, input_columns, weights, formats, sides, finds_amax, *dtypes)
     return gradients
 
 
-def quantize_gradients(values_ENK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_gradients(values_ENK: Tensor, amax_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return codes (E, N, K) and a dequant_scale for each, as `quantize_gradient` makes them one by one.
 
-    The scales are the first column of fp32 (E, AMAX_STRIDE), so that each begins at a multiple of 16 bytes.
+    amax_E: the largest magnitude of each, fp32. The scales are the first column of fp32 (E, AMAX_STRIDE), so that each begins
+    at a multiple of 16 bytes.
     """
-    codes_ENK, scales = _quantize_op(values_ENK, dtype)
+    codes_ENK, scales = _quantize_op(values_ENK, amax_E, dtype)
     return codes_ENK, scales[:, 0]
 
 
@@ -133,16 +137,18 @@ def _fake_gradients(
     weights: Operands,
     formats: LinearFormats,
     sides: str,
+    finds_amax: bool,
     *dtypes: torch.dtype,
 ) -> list[Tensor]:
     data, stored = grad_output.data, weights.data[0].shape
     num_in = stored[0 if formats.is_transposed else 1]
     grad_input = [data.new_empty((len(data), num_in), dtype=dtypes[0])] if sides != "columns" else []
     grad_weight = [data.new_empty((len(counts), *stored), dtype=dtypes[1])] if sides != "rows" else []
-    return [*grad_input, *grad_weight]
+    amax = [data.new_empty(len(counts), dtype=torch.float32)] if grad_weight and finds_amax else []
+    return [*grad_input, *grad_weight, *amax]
 
 
-def _fake_quantized(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _fake_quantized(values: Tensor, _amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = values.new_empty((len(values), grouped_reference.AMAX_STRIDE), dtype=torch.float32)
     return values.new_empty(values.shape, dtype=dtype), scales
 
@@ -154,10 +160,12 @@ _output_op = define(
 )
 _gradients_op = define(
     "grouped_gradients(Operand grad_output, int[] counts, Operand? input_columns, Operands weights, LinearFormats formats, "
-    "str sides, ScalarType grad_input_dtype, ScalarType grad_weight_dtype) -> Tensor[]",
+    "str sides, bool finds_amax, ScalarType grad_input_dtype, ScalarType grad_weight_dtype) -> Tensor[]",
     _fake_gradients,
 )
-_quantize_op = define("quantize_gradients(Tensor values_ENK, ScalarType dtype) -> (Tensor, Tensor)", _fake_quantized)
+_quantize_op = define(
+    "quantize_gradients(Tensor values_ENK, Tensor amax_E, ScalarType dtype) -> (Tensor, Tensor)", _fake_quantized
+)
 _amax_op = define(
     "amax_of_runs(Tensor values_SN, int[] counts) -> Tensor",
     lambda values, counts: values.new_empty(len(counts), dtype=torch.float32),

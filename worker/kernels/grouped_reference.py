@@ -73,6 +73,7 @@ def grouped_gradients(
     weights: Operands,
     formats: LinearFormats,
     sides: str,
+    finds_amax: bool,
     *dtypes: torch.dtype,
 ) -> list[Tensor]:
     """See the op."""
@@ -100,15 +101,17 @@ def grouped_gradients(
         if sides != "rows":
             grad_weight[expert] = gradients[-1]
     grad_input = torch.cat(grads_input) if grads_input else data.new_empty((0, num_in), dtype=dtypes[0])
-    return [*([grad_input] if sides != "columns" else []), *([grad_weight] if sides != "rows" else [])]
+    grad_weights = [grad_weight] if sides != "rows" else []
+    amaxes = [amax_of_each(list(grad_weight.unbind()))] if grad_weights and finds_amax else []
+    return [*([grad_input] if sides != "columns" else []), *grad_weights, *amaxes]
 
 
-def quantize_gradients(values_ENK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_gradients(values_ENK: Tensor, amax_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See the op."""
     codes = torch.empty(values_ENK.shape, dtype=dtype, device=values_ENK.device)
     scales = torch.zeros((len(values_ENK), AMAX_STRIDE), device=values_ENK.device)
-    for expert, values in enumerate(values_ENK):
-        made, scales[expert, 0] = reference.quantize_gradient(values, dtype)
+    for expert, (values, amax) in enumerate(zip(values_ENK, amax_E, strict=True)):
+        made, scales[expert, 0] = reference.quantize_gradient(values, dtype, amax)
         codes[expert].view(torch.uint8).copy_(made.view(torch.uint8))
     return codes, scales
 

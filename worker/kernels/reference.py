@@ -90,9 +90,9 @@ def requantize(stored: ScaledCodes, amax: Tensor, dtype: torch.dtype, margin: in
     return parts
 
 
-def quantize_gradient(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of x and their dequant_scale (), which is NaN where a value is not finite."""
-    amax = compute_amax(x, ScaleKind.TENSOR)
+def quantize_gradient(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes of x and their dequant_scale (), which is NaN where a value is not finite. amax: of x, if it is known."""
+    amax = compute_amax(x, ScaleKind.TENSOR) if amax is None else amax
     codes, dequant_scale = quantize(x, dtype, ScaleKind.TENSOR, 0, amax)
     return codes, dequant_scale + amax * 0.0
 

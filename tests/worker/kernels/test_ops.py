@@ -157,13 +157,16 @@ def grouped_calls(x_SK: Tensor, sides: str) -> Iterator[tuple[Any, tuple[Any, ..
             yield ops.grouped_output, output
             columns = (*ops.grouped_output(*output)[1:3], None)
             known = (stored, scales, amaxes or [weight.abs().amax() for weight in weights])
-            yield ops.grouped_gradients, (grad_SN, None, None, counts, *columns, *known, formats, sides, *dtypes)
+            yield (
+                ops.grouped_gradients,
+                (grad_SN, None, None, counts, *columns, *known, formats, sides, not is_transposed, *dtypes),
+            )
             yield (
                 ops.grouped_output,
                 (in_codes, torch.ones(3), None, counts, stored, scales, amaxes, formats, torch.float16, False),
             )
-    yield ops.grouped_gradients, (grad_SN, None, None, counts, *nothing, *held[1], LinearFormats().text, "rows", *dtypes)
-    yield ops.quantize_gradients, (torch.stack(weights), E4M3)
+    yield ops.grouped_gradients, (grad_SN, None, None, counts, *nothing, *held[1], LinearFormats().text, "rows", False, *dtypes)
+    yield ops.quantize_gradients, (torch.stack(weights), torch.stack([weight.abs().amax() for weight in weights]), E4M3)
     yield ops.sum_runs, (grad_SN, counts)
     yield ops.amax_of_runs, (grad_SN, counts)
     yield ops.amax_of_each, (weights,)

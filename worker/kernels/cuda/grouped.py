@@ -159,7 +159,7 @@ def quantize_kernel(
 # fmt: off
 @triton.jit
 def matmul_kernel(
-    a, a_scales, b, b_scales, table, counts, out, num_matrices, num_rows, num_columns, stride,
+    a, a_scales, b, b_scales, table, counts, out, amax, num_matrices, num_rows, num_columns, stride,
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SUMS_RUNS: tl.constexpr, IN_TABLE: tl.constexpr, ALIGNED: tl.constexpr,
     RUNS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):
@@ -167,7 +167,7 @@ def matmul_kernel(
     """One tile of a run of a times its weight b.T; with SUMS_RUNS of a @ b.T, summed over the columns of one padded run.
 
     stride: elements from one row of a, and of b, to the next: what is summed, or P. IN_TABLE: b is, and so are its scales
-    where b_scales is None.
+    where b_scales is None. amax: None, or what each product raises to the largest magnitude that it writes.
     """
     num_tiles_n = tl.cdiv(num_columns, TILE_N)
     tile, tile_n = tl.program_id(0) // num_tiles_n, tl.program_id(0) % num_tiles_n
@@ -201,7 +201,11 @@ def matmul_kernel(
     else:
         total *= tl.load(a_scales + run) * tl.load(b_scales + run)
     outputs = out + (out_run + rows)[:, None] * num_columns + columns[None, :]
-    tl.store(outputs, language.cast(total, out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    mask, rounded = is_row[:, None] & is_column[None, :], language.cast(total, out.dtype.element_ty)
+    tl.store(outputs, rounded, mask=mask)
+    if amax is not None:
+        written = tl.where(mask, rounded.to(tl.float32), 0.0)
+        language.atomic_amax(amax + run, language.amax(language.amax(written, 1), 0))
 
 
 # fmt: off
@@ -341,7 +345,7 @@ def _multiply_runs(
     if runs.num_rows:
         _launch_matmul(
             runs.num_tiles(gemm.TILE_M) * language.cdiv(num_columns, gemm.TILE_N),
-            a_SK, a_scales, codes, scales, weights.table, runs, out, runs.num_rows, num_columns, num_summed,
+            a_SK, a_scales, codes, scales, weights.table, runs, out, None, runs.num_rows, num_columns, num_summed,
             sums_runs=False, in_table=in_table, is_aligned=weights.is_aligned,
         )  # fmt: skip
     return out
@@ -349,11 +353,11 @@ def _multiply_runs(
 
 def _launch_matmul(
     num_programs: int, a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor | None, table: Tensor | None, runs: _Runs,
-    out: Tensor, *sizes: int, sums_runs: bool, in_table: bool, is_aligned: bool,
+    out: Tensor, amax: Tensor | None, *sizes: int, sums_runs: bool, in_table: bool, is_aligned: bool,
 ) -> None:  # fmt: skip
     capability, _ = gemm.platform(a.device)
     _matmul_launcher(gemm.NUM_STAGES.get(capability, 2))(
-        num_programs, a, a_scales, b, b_scales, table, runs.on_device, out, len(runs.counts), *sizes,
+        num_programs, a, a_scales, b, b_scales, table, runs.on_device, out, amax, len(runs.counts), *sizes,
         FORMAT_NAMES[a.dtype], FORMAT_NAMES[b.dtype], sums_runs, in_table, is_aligned, runs.size,
         gemm.TILE_M, gemm.TILE_N, TILE_K,
     )  # fmt: skip
@@ -395,6 +399,7 @@ def grouped_gradients(
     weights: Operands,
     formats: LinearFormats,
     sides: str,
+    finds_amax: bool,
     *dtypes: torch.dtype,
 ) -> list[Tensor]:
     """See the twin. Six launches for both sides."""
@@ -420,22 +425,22 @@ def grouped_gradients(
             (a, a_scales), (b, b_scales) = (b, b_scales), (a, a_scales)
         num_rows, num_columns = held.shape
         out = torch.empty(len(counts), num_rows, num_columns, dtype=dtypes[1], device=data.device)
+        amax = torch.zeros(len(counts), dtype=torch.float32, device=data.device) if finds_amax else None
         _launch_matmul(
             len(counts) * language.cdiv(num_rows, gemm.TILE_M) * language.cdiv(num_columns, gemm.TILE_N),
-            a, a_scales, b, b_scales, None, runs, out, num_rows, num_columns, runs.width,
+            a, a_scales, b, b_scales, None, runs, out, amax, num_rows, num_columns, runs.width,
             sums_runs=True, in_table=False, is_aligned=True,
         )  # fmt: skip
-        gradients.append(out)
+        gradients += [out] if amax is None else [out, amax]
     return gradients
 
 
-def quantize_gradients(values_ENK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See the twin. Three launches."""
+def quantize_gradients(values_ENK: Tensor, amax_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See the twin. One launch."""
     num_matrices, num_rows, num_columns = values_ENK.shape
     if not values_ENK.numel():
-        return grouped_reference.quantize_gradients(values_ENK, dtype)
+        return grouped_reference.quantize_gradients(values_ENK, amax_E, dtype)
     values = values_ENK.contiguous()
-    amax_E = _amax(values, None, None, num_matrices, num_rows, num_columns, is_aligned=True)
     codes = torch.empty(values.shape, dtype=dtype, device=values.device)
     scales = torch.empty(num_matrices, AMAX_STRIDE, dtype=torch.float32, device=values.device)
     tile_m, tile_n = SHARED_SCALE_TILE

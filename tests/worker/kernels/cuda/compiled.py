@@ -142,14 +142,14 @@ def grouped_kernels(*, spread: bool = False) -> Iterator[tuple[str, Any, dict[st
     yield "quantize_runs, weights", grouped.quantize_kernel, {**stored, "ROWS": True, "COLUMNS": False, "codes_t": None}
     yield "quantize_runs, weights turned", grouped.quantize_kernel, {**stored, "ROWS": False, "COLUMNS": True, "codes": None}
     product = {**tile, "TILE_K": 128, "A_FORMAT": "e5m2", "B_FORMAT": "e4m3", "RUNS": 128}
-    one = {**product, "A_FORMAT": "e4m3", "SUMS_RUNS": False, "IN_TABLE": False, "table": None}
+    one = {**product, "A_FORMAT": "e4m3", "SUMS_RUNS": False, "IN_TABLE": False, "table": None, "amax": None}
     yield "matmul of runs", grouped.matmul_kernel, one
     yield "matmul over runs", grouped.matmul_kernel, {**product, "SUMS_RUNS": True, "IN_TABLE": False, "table": None}
     if not spread:
         yield "amax of weights", grouped.amax_kernel, weights
         codes = {**weights, **code, "FORMAT": None, "amax": None, "scales": None, "codes": None, "ROWS": False, "COLUMNS": True}
         yield "transpose weights", grouped.quantize_kernel, codes
-        held = {**product, "A_FORMAT": "e4m3", "SUMS_RUNS": False, "IN_TABLE": True, "b_scales": None}
+        held = {**product, "A_FORMAT": "e4m3", "SUMS_RUNS": False, "IN_TABLE": True, "b_scales": None, "amax": None}
         yield "matmul of runs, weights in a table", grouped.matmul_kernel, held
     yield "sum of runs", grouped.sum_kernel, {"RUNS": 128, "ROWS": grouped.ROWS_OF_SUM, "TILE_N": 128}
 
