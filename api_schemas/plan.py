@@ -76,7 +76,7 @@ _NOT_TRACED: dict[str, Any] = {
     "training": {
         **dict.fromkeys(("steps", "epochs", "seed", "schedule", "eval_every", "eval_batches"), True),
         **dict.fromkeys(("checkpoint_every", "checkpoint_every_minutes", "keep"), True),
-        **dict.fromkeys(("on_divergence", "collective_timeout_s"), True),
+        **dict.fromkeys(("on_divergence", "collective_timeout_s", "attention_kernel"), True),
         "optimizer": {"learning_rate": True},
     },
     "resources": dict.fromkeys(("pool", "force", "min_workers", "max_slot_hours", "max_hours", "max_cost"), True),

@@ -23,7 +23,7 @@ NUM_TOKENS, WIDE, LONGEST = 8192, 4096, 2048
 _NO_MATTER = {
     *("preset", "steps", "epochs", "global_batch_size", "micro_batch_size", "sequence_length", "optimizer", "schedule"),
     *("gradient_clip", "eval_every", "eval_batches", "checkpoint_every", "checkpoint_every_minutes", "keep", "compile"),
-    *("collective_timeout_s", "seed", "start_change"),
+    *("attention_kernel", "collective_timeout_s", "seed", "start_change"),
 }
 _OF_ADAMW = {"learning_rate", "weight_decay", "betas", "eps", "momentum"}
 """Fields of the optimizer that change no size of AdamW's tensors."""

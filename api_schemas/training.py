@@ -208,6 +208,11 @@ class TrainingSpec(Contract):
         default=False,
         description="keep the optimizer's states in host memory, and bring each parameter's to the device while it is stepped",
     )
+    attention_kernel: Literal["torch", "fa3"] = Field(
+        default="torch",
+        description="what computes attention on CUDA; torch: FlashAttention-2, or what torch prefers; fa3: FlashAttention-3 of "
+        "the package flash_attn_3, which the ranks need, on compute capability 9.0; it sums in another order",
+    )
     deterministic: bool = Field(
         default=False,
         description="compute to the same bits in every run on a GPU too, so that a resumed run equals one that went through; "

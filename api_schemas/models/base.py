@@ -34,6 +34,8 @@ class Capabilities:
     """It has mixtures, whose `num_experts` experts ranks may divide."""
     cuda_graphs: bool = False
     """Its passes read no value of the device, copy no numbers to it, have one shape (tests/worker/train/test_step_graph.py)."""
+    flash_attention: bool = False
+    """All its attention is flash attention's: without masks, and nothing is dropped."""
     fused_loss: bool = False
     """It predicts tokens, and its loss is ours."""
     pure_blocks: bool = False

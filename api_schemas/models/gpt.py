@@ -20,6 +20,7 @@ class GPTSizes(FamilySizes):
         context=True,
         pipeline=True,
         cuda_graphs=True,
+        flash_attention=True,
         fused_loss=True,
         pure_blocks=True,
         draws_by_parameter=True,

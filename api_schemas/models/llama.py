@@ -21,6 +21,7 @@ class LlamaSizes(FamilySizes):
         context=True,
         pipeline=True,
         cuda_graphs=True,
+        flash_attention=True,
         fused_loss=True,
         pure_blocks=True,
         gated_mlp=True,

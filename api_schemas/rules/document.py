@@ -56,6 +56,7 @@ _OPTIONS = (
     _Option("fused_loss", {"training.fused_loss": True}),
     _Option("gradient_release", {"training.gradient_release": True}),
     _Option("offload_optimizer", {"training.offload_optimizer": True}),
+    _Option("attention fa3", {"training.attention_kernel": "fa3"}),
     _Option("sgd", {"training.optimizer.name": "sgd", "training.gradient_clip": 1.0}),
     *(_Option(level, {"precision.level": level}) for level in ("fp32", "fp16-amp", "bf16-amp", "te", "ao", "O2", "O3")),
 )

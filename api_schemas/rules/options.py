@@ -11,6 +11,7 @@ SAVED = "training.saved_activations"
 FUSED_LOSS = "training.fused_loss"
 RELEASE = "training.gradient_release"
 OFFLOAD = "training.offload_optimizer"
+KERNEL = "training.attention_kernel"
 GRAPH = "training.cuda_graph"
 CHECKPOINTING = "training.activation_checkpointing"
 ADAPTED = differs("adapter", None)
@@ -158,6 +159,25 @@ MEMORY = (
         allowed="false at parallelism.zero_stage {parallelism.zero_stage}",
         why="ZeRO divides the states among the ranks' devices",
         change="Remove training.offload_optimizer or parallelism.zero_stage.",
+    ),
+)
+
+ATTENTION_KERNEL = below(
+    differs(KERNEL, "torch"),
+    Rule(
+        KERNEL,
+        must=none_of("precision.level", *levels_where(lambda level: level.gemm == "fp32")),
+        allowed="torch at level {precision.level}",
+        why="FlashAttention-3 attends in 16 bits",
+        change="Remove training.attention_kernel, or choose another precision.level, such as bf16-amp or O2.",
+    ),
+    Rule(
+        KERNEL,
+        must=equals("model.sizes.capabilities.flash_attention", True),
+        got="{training.attention_kernel} with model.family {model.family}",
+        allowed="torch, or fa3 with " + ", ".join(families_with("flash_attention")),
+        why="the attention of other families may have masks and dropout, which FlashAttention-3 does not take",
+        change="Remove training.attention_kernel.",
     ),
 )
 

@@ -11,7 +11,15 @@ from octet.api_schemas.base import SpecConflict
 from octet.api_schemas.inputs import ImageInput, TokenInput
 from octet.api_schemas.rules.data import MODEL_AND_DATA, SCHEDULE, TARGETS, TOKENIZER
 from octet.api_schemas.rules.exports import EVALUATION, EXPORT
-from octet.api_schemas.rules.options import ADAPTER, CUDA_GRAPHS, DIVERGENCE, LOOP_ONLY, MEMORY, MOVING_AVERAGE
+from octet.api_schemas.rules.options import (
+    ADAPTER,
+    ATTENTION_KERNEL,
+    CUDA_GRAPHS,
+    DIVERGENCE,
+    LOOP_ONLY,
+    MEMORY,
+    MOVING_AVERAGE,
+)
 from octet.api_schemas.rules.parallelism import (
     BATCHES,
     COMPILING,
@@ -31,6 +39,7 @@ SECTIONS: Mapping[str, tuple[Rule, ...]] = {
     "Elastic jobs": ELASTIC,
     "Adapters and averages": (*ADAPTER, *MOVING_AVERAGE),
     "Options that save memory": MEMORY,
+    "Attention": ATTENTION_KERNEL,
     "Exports": (*EXPORT, *EVALUATION),
 }
 """The rules that tie the parts of a job together. A job with several conflicts is refused for the first one."""

@@ -146,6 +146,7 @@ def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
         from octet.worker.mesh import Mesh
         from octet.worker.metrics.device import bf16_peak, device_readings
         from octet.worker.train.loop import Trainer
+        from octet.worker.train.passes import attention_kernel
 
         if env.reports:
             run.reporter.send(PhaseReport(phase="torch_imported"))
@@ -158,6 +159,7 @@ def _train(spec: JobSpec, env: RankEnv, run: Run) -> Outcome:
                 raise InvalidConfig(str(error)) from error
             for line in run_lines(config, device):
                 logger.info("%s", line)
+            stack.enter_context(attention_kernel(config.training.attention_kernel, device))
             mesh = stack.enter_context(Mesh(env, device, config.layout, config.training.collective_timeout_s))
             summary = Trainer(config, mesh, run.reporter, run.job_dir, run.metrics).run(run.checkpoints)
         return Outcome(FinishedReport(outcome="succeeded", summary=summary), _describe(summary))
@@ -224,6 +226,7 @@ def run_lines(config: TrainConfig, device: "torch.device") -> tuple[str, ...]:
         f"micro-batches of {batch.micro_batch_size} on each of {layout.data} data ranks",
         f"steps: {length}, {config.optimizer.name} at learning rate {config.optimizer.learning_rate:g}, "
         f"{config.schedule.name}, seed {config.seed}",
+        f"attention: {'FlashAttention-3' if training.attention_kernel == 'fa3' else 'what torch chooses'}",
         f"ranks: {env.world_size}{f' ({divided})' if divided else ''}{zero}, this one on {device}",
     )
 

@@ -6,10 +6,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.backends.cuda import math_sdp_enabled
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl, sdpa_kernel
 from torch.utils import deterministic as uninitialized
 
 from octet.worker.common.config import TrainConfig
+from octet.worker.common.errors import InvalidConfig
 from octet.worker.data.order import seed_of
 from octet.worker.data.prefetch import MicroBatch, Prefetcher
 from octet.worker.kernels.torch_private import inductor_config
@@ -86,11 +88,49 @@ def deterministic(is_on: bool) -> Iterator[None]:
     os.environ.setdefault(*_CUBLAS_WORKSPACE)
     was_on, warned_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = uninitialized.fill_uninitialized_memory
+    backends = [SDPBackend.FLASH_ATTENTION, *([SDPBackend.MATH] if math_sdp_enabled() else [])]  # see `attention_kernel`
     torch.use_deterministic_algorithms(True)
     uninitialized.fill_uninitialized_memory = False  # every element is written before it is read
     try:
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]), inductor.patch(deterministic=True):
+        with sdpa_kernel(backends), inductor.patch(deterministic=True):
             yield
     finally:
         torch.use_deterministic_algorithms(was_on, warn_only=warned_only)
         uninitialized.fill_uninitialized_memory = filled
+
+
+@contextmanager
+def attention_kernel(name: str, device: torch.device) -> Iterator[None]:
+    """Inside, attention runs in FlashAttention-3 if name is fa3 (`training.attention_kernel`).
+
+    torch's registry puts the package's ops below `scaled_dot_product_attention` and
+    `kernels.document_attention`, and passes on that a run is `deterministic`. torch's other kernels
+    are off: what FlashAttention-3 does not take is then an error and never other bits.
+
+    Raises InvalidConfig where it cannot run: another device, or no package.
+    """
+    if name == "torch":
+        yield
+        return
+    found = "a CPU"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        found = f"compute capability {major}.{minor}"
+    if found != "compute capability 9.0":
+        raise InvalidConfig(
+            f"training.attention_kernel: fa3, and this rank runs on {found}; allowed: fa3 on compute capability 9.0, as H100 "
+            "and H200 have. Set training.attention_kernel to torch, or choose a pool of such devices."
+        )
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError) as error:
+        raise InvalidConfig(
+            f"training.attention_kernel: fa3, and this rank cannot load the package flash_attn_3 ({error}); allowed: fa3 where "
+            "it is installed for the rank's torch. Install it from the folder hopper of github.com/Dao-AILab/flash-attention "
+            "on every node of the pool, or set training.attention_kernel to torch."
+        ) from error
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            yield
+    finally:
+        restore_flash_attention_impl()

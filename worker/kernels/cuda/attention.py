@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import current_flash_attention_impl
 
 from octet.worker.kernels.attention import takes_flash
 
@@ -27,6 +28,11 @@ def document_attention(
     if takes_flash(query):
         output, logsumexp, *_ = aten._flash_attention_forward(*heads, *where, True, False, scale=scale, **_flash_window(window))
         return _rows(output, query), logsumexp
+    if (chosen := current_flash_attention_impl()) is not None:
+        raise ValueError(
+            f"{chosen} was chosen for attention, and documents attend by {query.dtype} heads of {query.shape[-1]} elements; "
+            "allowed: 16 bits and 256 elements. Set training.attention_kernel to torch."
+        )
     options = {"scale": scale, "window_size": window or None}
     output, logsumexp, *_ = aten._efficient_attention_forward(
         *_each_alone(*heads), None, *where, CAUSAL_FROM_BOTTOM_RIGHT, True, **options
