@@ -10,12 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.linear import text
 from benchmarks.gpu.report import Row, Target
 from benchmarks.gpu.session import Case, Session
 from octet.worker import kernels
-from octet.worker.kernels import ScaledCodes, ScaleKind
+from octet.worker.kernels import LinearFormats, Operand, Operands, ScaledCodes, ScaleKind
 
-E4M3 = torch.float8_e4m3fn
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHARE = Target(0.80, 0.90)
 NUM_SETS = 3
 NUM_RANKS = 8
@@ -36,6 +37,8 @@ WAYS: tuple[Way, ...] = (
 
 SHAPES = ((32768, 16384), (16384, 4096))
 VERBS = ("quantize", "quantize+transpose")
+EPILOGUES = ((2048, 4096, 4096), (2048, 16384, 4096), (8192, 16384, 4096))
+"""Tokens, out features and in features: what would be gained or lost by dense layers (docs/log.md, 2026-11-29)."""
 
 
 def quantize_cases(session: Session) -> list[Case]:
@@ -52,7 +55,9 @@ def quantize_cases(session: Session) -> list[Case]:
 def gradient_cases(session: Session) -> list[Case]:
     """Return the cases for operations on gradients that are held in FP8."""
     size = 1 << (16 if session.smoke else 28)
+    shapes = ((32, 64, 48),) if session.smoke else EPILOGUES
     return [
+        *(Case(f"weight gradient {text(shape)}", partial(_epilogue, session, shape)) for shape in shapes),
         Case("norm of FP8 gradients", partial(_norm, session, size)),
         Case("accumulate bf16 onto FP8 gradients", partial(_accumulate, session, size)),
         Case(f"mean of {NUM_RANKS} ranks' shards", partial(_mean, session, size)),
@@ -90,6 +95,38 @@ def _check(x: Tensor, quantized: ScaledCodes) -> None:
     error = float((values - expected).norm() / expected.norm())
     if not error < LARGEST_ERROR:
         raise ValueError(f"the codes are off by {error:.1%}; rounding causes at most {LARGEST_ERROR:.0%}. Fix this kernel.")
+
+
+def _epilogue(session: Session, shape: tuple[int, int, int]) -> Iterator[Row]:
+    """Codes of a weight's gradient: by a Triton product whose epilogue finds the amax, and by cuBLASLt's and a pass for it."""
+    num_tokens, num_out, num_in = shape
+    formats, dtypes, amax = LinearFormats(), (BF16, BF16), torch.full((1,), 6.0, device=session.device)
+    weights = Operands([torch.zeros(num_out, num_in, device=session.device)], [], [amax[0]])
+    sets = []
+    for _ in range(NUM_SETS):
+        grad, x = (torch.randn(num_tokens, size, device=session.device).bfloat16() for size in (num_out, num_in))
+        _, *of_run = kernels.grouped_output(Operand(x, None, amax), [num_tokens], weights, formats, BF16, keeps_columns=True)
+        codes, dequant_scale = of_run
+        sets.append((grad, Operand(*of_run), Operand(codes[:, :num_tokens].contiguous(), dequant_scale[0])))
+
+    def by_epilogue(number: int) -> tuple[Tensor, Tensor]:
+        grad, kept, _ = sets[number]
+        known = Operand(grad, None, amax)
+        made = kernels.grouped_gradients(known, [num_tokens], kept, weights, formats, "columns", dtypes, finds_amax=True)
+        return kernels.quantize_gradients(*made, E4M3)
+
+    def by_pass(number: int) -> tuple[Tensor, Tensor]:
+        grad, _, kept = sets[number]
+        known = Operand(grad, None, amax[0])
+        (made,) = kernels.linear_gradients(known, None, kept, None, formats, "columns", dtypes)
+        return kernels.quantize_gradient(made, E4M3)
+
+    (codes, scales), (expected, dequant_scale) = by_epilogue(0), by_pass(0)
+    of_pass = kernels.values_of(ScaledCodes(expected, dequant_scale, ScaleKind.TENSOR))
+    _check(of_pass, ScaledCodes(codes[0], scales[0], ScaleKind.TENSOR))
+    ours, cublas = (session.timer.measure(call, NUM_SETS) for call in (by_epilogue, by_pass))
+    figure = f"weight gradient {text(shape)}, amax in the epilogue"
+    yield Row(figure, str(ours), f"cuBLASLt and a pass: {cublas}", cublas.median_s / ours.median_s)
 
 
 def _norm(session: Session, size: int) -> Iterator[Row]:
