@@ -21,7 +21,7 @@ from benchmarks.figures import Figure, add_write_option, command_line, write
 RUNS = {
     "control_plane_submissions": "--seconds 3 --rounds 3 --processes 1 --processes 2 --processes 4",
     "control_plane_reports": "--seconds 3 --rounds 3 --streams 1000 --events 20",
-    "control_plane": "--rounds 1 --requests 300",
+    "control_plane": "--rounds 1 --requests 3000",
 }
 FLOORS: dict[str, tuple[str, float] | None] = {
     "sqlite: 16 connections (1/s)": (">=", 800),
