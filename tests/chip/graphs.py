@@ -45,12 +45,17 @@ class Entry(NamedTuple):
 class CudaGraph:
     """A recording. It keeps addresses alive that it allocated, and no others."""
 
+    num_captured = 0
+
     def __init__(self) -> None:
         self.chip: Chip = Stream.chip
+        self.number = CudaGraph.num_captured
         self.entries: list[Entry] = []
         self.pool, self.stream = Pool(), self.chip.current_stream()
         self.own: list[Block] = []
         self.reusable: list[Block] = []
+        self.under_way: set[Any] = set()
+        """Collectives that the capture has begun and not waited for."""
         self._saved: dict[int, tuple[Block, bytes]] = {}
         self._held: list[Block] = []
 
@@ -64,7 +69,7 @@ class CudaGraph:
         self.chip.graph = self
 
     def end(self) -> None:
-        self.chip.graph = None
+        self.chip.graph, CudaGraph.num_captured = None, CudaGraph.num_captured + 1
         torch.set_rng_state(self._random_state)
         for block, saved in self._saved.values():
             block.restore(saved)
@@ -188,6 +193,10 @@ def capture(
             yield
         finally:
             graph.end()
+    if graph.under_way:
+        raise Fault(
+            "capture with work under way", f"{len(graph.under_way)} collectives of the capture are not waited for in it"
+        )
 
 
 def check_host_values(one: CudaGraph, other: CudaGraph) -> None:

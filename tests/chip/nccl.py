@@ -4,18 +4,25 @@ A collective is work of its communicator's stream: it begins after what the curr
 stream go on after it; the host does not wait. A send ends when it is received. Each rank notes what it has launched, and
 `check_order` runs the notes of all ranks again on devices that do one thing at a time: NCCL promises no more for several
 communicators, whose launches have to come in one order on all ranks ("Using multiple communicators concurrently").
+
+In the capture of a graph nothing is sent: each replay launches what was captured, in order and with the addresses of then.
+NCCL wants a collective captured on all ranks or on none, in graphs that were captured together ("Using NCCL with CUDA Graphs"),
+and destroys a communicator only after all graphs that have captured one of its collectives.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from octet.worker.mesh import axis
 from tests.chip.device import HOST, Chip, tensors_in, unseen
+from tests.chip.graphs import CudaGraph
 from tests.chip.memory import bytes_of
 from tests.chip.timelines import Fault, Timeline, place
 
@@ -36,13 +43,17 @@ OF_LISTS = ("all_gather", "reduce_scatter")
 
 
 class Launched(NamedTuple):
-    """Something that a rank has launched. peers: of transfers, (True to send, the other rank) for each."""
+    """Something that a rank has launched. peers: of transfers, (True to send, the other rank) for each.
+
+    graph: the number of the graph whose replay launched it, of those that its rank has captured; None for the host.
+    """
 
     kind: str
     communicator: str
     members: tuple[int, ...]
     peers: tuple[tuple[bool, int], ...]
     where: str
+    graph: int | None = None
 
 
 class Work:
@@ -61,22 +72,47 @@ class Work:
         return True
 
 
+class CapturedWork:
+    """A collective in a capture. Each replay begins it, and lets the stream wait for it where the capture did."""
+
+    def __init__(self, graph: CudaGraph, clock: dict[int, int]) -> None:
+        """clock: what a replay knows when the collective has ended."""
+        self._graph, self._clock = graph, clock
+        graph.under_way.add(self)
+
+    def wait(self, *_timeout: object) -> bool:
+        chip, clock = self._graph.chip, self._clock
+        self._graph.under_way.discard(self)
+        self._graph.add("wait", lambda: chip.current_stream().timeline.join(clock), ((), {}), [], ([], []))
+        return True
+
+
 class Communicators:
     """The communicators of one rank."""
 
     def __init__(self, chip: Chip) -> None:
         self.chip = chip
         self.launched: list[Launched] = []
+        self.graphs: WeakSet[CudaGraph] = WeakSet()
+        """Those that have captured a collective."""
         self._timelines: dict[str, Timeline] = {}
 
     def begin(
-        self, kind: str, group: Any, peers: tuple[tuple[bool, int], ...], reads: list[Tensor], writes: list[Tensor]
+        self,
+        kind: str,
+        group: Any,
+        peers: tuple[tuple[bool, int], ...],
+        reads: list[Tensor],
+        writes: list[Tensor],
+        graph: int | None = None,
     ) -> dict[int, int]:
         """Launch something after what the current stream was given. Returns what is known when it has ended."""
         chip, group = self.chip, group or dist.group.WORLD
+        if chip.graph is not None:
+            raise Fault("unknown in a capture", f"{place()}: the chip captures no {kind}")
         name = group.group_name
         members = tuple(dist.get_process_group_ranks(group))
-        self.launched.append(Launched(kind, name, members, peers, place()))
+        self.launched.append(Launched(kind, name, members, peers, place(), graph))
         if any(chip.device_of(tensor) == HOST for tensor in (*reads, *writes)):
             raise Fault("memory of the host in a kernel", f"{place()}: {kind} of a tensor of the host")
         timeline = self._timelines.setdefault(name, Timeline(f"the stream of communicator {name}"))
@@ -102,6 +138,10 @@ class Communicators:
                 raise Fault(
                     "list gather", f"{place()}: NCCL runs {name} of a list in memory of its own and copies; use one tensor"
                 )
+            if self.chip.graph is not None:
+                captured = self.capture(name, original, group, reads, writes, (args, options))
+                return captured if async_op else captured.wait() and None
+            self.chip.num_launches += 1
             clock = self.begin(name, group, (), reads, writes)
             inner = unseen(original, self.chip)(*args, group=group, async_op=True, **options)
             work = Work(self.chip, inner, clock, (*reads, *writes))
@@ -111,6 +151,28 @@ class Communicators:
             return None
 
         return call
+
+    def capture(
+        self,
+        name: str,
+        original: Callable[..., Any],
+        group: Any,
+        reads: list[Tensor],
+        writes: list[Tensor],
+        arguments: tuple[Any, Any],
+    ) -> CapturedWork:
+        graph, clock = self.chip.graph, dict[int, int]()
+        number = graph.number
+        self.graphs.add(graph)
+        if any(self.chip.device_of(tensor) == HOST for tensor in (*reads, *writes)):
+            raise Fault("memory of the host in a kernel", f"{place()}: {name} of a tensor of the host")
+
+        def launch(reads: list[Tensor], writes: list[Tensor], args: Any, options: Any) -> None:
+            clock.update(self.begin(name, group, (), reads, writes, number))
+            original(*args, group=group, **options)
+
+        graph.add(name, launch, ((reads, writes, *arguments), {}), [], ([], []))
+        return CapturedWork(graph, clock)
 
     def barrier(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any = None, **options: Any) -> None:
@@ -146,13 +208,20 @@ class Communicators:
 def communicators(chip: Chip) -> Iterator[Communicators]:
     """Inside, torch.distributed's NCCL is gloo with NCCL's rules. Yields what this rank launches."""
     found = Communicators(chip)
-    begin, begin_group = dist.init_process_group, dist.new_group
+    begin, begin_group, destroy = dist.init_process_group, dist.new_group, dist.destroy_process_group
 
     def init(backend: str, *args: Any, device_id: Any = None, **options: Any) -> None:
         begin("gloo" if backend == "nccl" else backend, *args, **options)
 
     def new_group(ranks: Any = None, *, backend: str | None = None, pg_options: Any = None, **options: Any) -> Any:
+        if chip.graph is not None:
+            raise Fault("communicator made in a capture", place())
         return begin_group(ranks, **options)
+
+    def destroy_group() -> None:
+        if found.graphs:
+            raise Fault("communicator destroyed under a graph", f"{len(found.graphs)} graphs have captured its collectives")
+        destroy()
 
     with ExitStack() as stack:
         for name in OPERANDS:
@@ -161,6 +230,7 @@ def communicators(chip: Chip) -> Iterator[Communicators]:
         for name, replacement in {
             "init_process_group": init,
             "new_group": new_group,
+            "destroy_process_group": destroy_group,
             "get_backend": lambda _group=None: "nccl",
             "barrier": found.barrier(dist.barrier),
             "send": found.transfer(dist.send, sends=True),
@@ -169,9 +239,22 @@ def communicators(chip: Chip) -> Iterator[Communicators]:
         }.items():
             stack.enter_context(mock.patch.object(dist, name, replacement))
         stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", create=True))
+        stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 28, 9)))  # torch logs it
         gather = found.collective("all_gather_into_tensor", axis._gather_into_one)
         stack.enter_context(mock.patch.object(axis, "_gather_into_one", gather))
         yield found
+
+
+def do_meet(entry: Launched, heads: list[Launched | None]) -> bool:
+    """Return True if all members of a communicator are in one collective. heads: what each of them is in."""
+    graphs = {}
+    for member, other in zip(entry.members, heads, strict=True):
+        if other is None or (other.kind, other.communicator) != (entry.kind, entry.communicator):
+            return False
+        graphs[member] = other.graph
+    if len(set(graphs.values())) > 1:
+        raise Fault("recorded otherwise on another rank", f"{entry.kind} of {entry.communicator} at {entry.where}: {graphs}")
+    return True
 
 
 def check_order(launched: Sequence[Sequence[Launched]]) -> None:
@@ -202,10 +285,7 @@ def check_order(launched: Sequence[Sequence[Launched]]) -> None:
         if entry.peers:
             match(rank)
             return len(matched[rank]) == len(entry.peers)
-        heads = [head(member) for member in entry.members]
-        return all(
-            other is not None and (other.kind, other.communicator) == (entry.kind, entry.communicator) for other in heads
-        )
+        return do_meet(entry, [head(member) for member in entry.members])
 
     while running := [rank for rank in range(len(launched)) if head(rank) is not None]:
         done = [rank for rank in running if is_done(rank)]

@@ -1,5 +1,6 @@
-"""Twelve faults that a GPU would show, each planted here and found by its name; and what is in order beside each."""
+"""Faults that a GPU would show, each planted here and found by its name; and what is in order beside each."""
 
+import gc
 import json
 import os
 import subprocess
@@ -285,6 +286,7 @@ class TestCommunicators:
         with communicators(chip):
             dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=GPU)
             yield Axis("data", 2, 0, GPU)  # of two ranks, whose other one is not there
+            gc.collect()  # graphs of a test, which tracebacks hold
             dist.destroy_process_group()
 
     def test_a_list_gather(self, axis: Axis) -> None:
@@ -298,6 +300,54 @@ class TestCommunicators:
         with pytest.raises(Fault, match=r"missing wait.*the stream of communicator"):
             pending._result.add(1)
         pending.wait().add(1)
+
+    def test_a_captured_collective_is_sent_by_each_replay(self, axis: Axis) -> None:
+        x, graph = torch.ones(4, device=GPU), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            gathered = axis.start_gather(x * 2, torch.empty(1, 4, device=GPU)).wait() + 1
+        for factor in (1, 2):
+            graph.replay()
+            assert gathered.tolist() == [[2.0 * factor + 1] * 4]
+            x *= 2
+
+    def test_a_communicator_that_is_destroyed_before_a_graph(self, axis: Axis) -> None:
+        x, graph = torch.ones(4, device=GPU), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            axis.start_gather(x, torch.empty(1, 4, device=GPU)).wait()
+        with pytest.raises(Fault, match="communicator destroyed under a graph"):
+            dist.destroy_process_group()
+
+    def test_a_captured_collective_that_is_not_waited_for(self, axis: Axis) -> None:
+        own, into = torch.ones(4, device=GPU), torch.zeros(1, 4, device=GPU)
+        pending = []
+        with pytest.raises(Fault, match="capture with work under way: 1 coll"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            pending.append(axis.start_gather(own, into))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            pending.append(axis.start_gather(own, into))
+            into.add_(1)
+            pending[-1].wait()
+        with pytest.raises(Fault, match=r"missing wait: the replay of add_.*the stream of communicator"):
+            graph.replay()
+
+    def test_what_a_capture_of_nccl_refuses(self, axis: Axis) -> None:
+        x = torch.ones(4, device=GPU)
+        for kind, call in {
+            "communicator made in a capture": lambda: dist.new_group([0]),
+            "list gather": lambda: dist.all_gather([torch.zeros(4, device=GPU)], x),
+            "wait in a capture": dist.barrier,
+            "unknown in a capture": lambda: dist.send(x, 0),
+            "memory of the host in a kernel": lambda: dist.all_reduce(torch.ones(4)),
+        }.items():
+            with pytest.raises(Fault, match=kind), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                call()
+
+    def test_a_collective_that_one_rank_has_recorded(self) -> None:
+        one, other, launched = (Launched("all_reduce", "axis", (0, 1), (), "here", graph) for graph in (3, 4, None))
+        check_order([[launched, one, one], [launched, one, one]])
+        for found in (other, launched):
+            with pytest.raises(Fault, match=r"recorded otherwise on another rank: all_reduce of axis at here: {0: 3, 1: "):
+                check_order([[one], [found]])
 
     def test_communicators_in_another_order(self) -> None:
         first, second = (Launched("all_reduce", name, (0, 1), (), "here") for name in ("axis", "twin"))
