@@ -1,7 +1,16 @@
 """Rules of adapters, of an average of the weights, of the options that save memory, and of CUDA graphs."""
 
 from octet.api_schemas.models import families_with
-from octet.api_schemas.rules.parallelism import WHOLE_BATCHES, ZERO_STAGE
+from octet.api_schemas.rules.parallelism import (
+    CONTEXT,
+    IN_CHUNKS,
+    IN_SHARDS,
+    IN_STAGES,
+    PIPELINE,
+    TENSOR,
+    WHOLE_BATCHES,
+    ZERO_STAGE,
+)
 from octet.api_schemas.rules.precision import levels_where
 from octet.api_schemas.rules.rule import Condition, Rule, Table, above, below, differs, equals, none_of, one_of
 
@@ -216,7 +225,15 @@ def _no_graph(why: str, *when: Condition) -> Rule:
 
 
 CUDA_GRAPHS = (
-    _no_graph("{layout.num_ranks} ranks exchange gradients, for which the host waits", above("layout.num_ranks", 1)),
+    *(
+        _no_graph(
+            f"ranks meet inside of passes with {degree} {{{degree}}}, which no recording has been shown to repeat", divided
+        )
+        for degree, divided in ((PIPELINE, IN_STAGES), (TENSOR, IN_SHARDS), (CONTEXT, IN_CHUNKS))
+    ),
+    _no_graph(
+        "parallelism.zero_stage 3 gives weights other memory in each pass", above("layout.num_ranks", 1), equals(ZERO_STAGE, 3)
+    ),
     _no_graph(
         "passes of model.family {model.family} may wait for the device; known: " + ", ".join(families_with("cuda_graphs")),
         equals("model.sizes.capabilities.cuda_graphs", False),

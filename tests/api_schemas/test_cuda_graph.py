@@ -12,7 +12,7 @@ from octet.api_schemas.rules.table import reason_against
     ("training", "num_ranks", "reason"),
     [
         ({}, 1, None),
-        ({}, 2, "2 ranks"),
+        ({}, 2, None),
         ({"activation_checkpointing": "full"}, 1, "activation_checkpointing full"),
         ({"gradient_release": True, "gradient_clip": None}, 1, "gradient_release"),
         ({"offload_optimizer": True}, 1, "offload_optimizer"),
@@ -25,6 +25,24 @@ def test_what_a_replay_cannot_repeat_is_named(
     training = spec_document["training"] | training
     document = spec_document | {"precision": {"level": "O2"}, "training": training, "resources": {"workers": num_ranks}}
     spec = JobSpec.model_validate(document)
+    found = reason_against("training.cuda_graph", spec)
+    assert (found is None) if reason is None else (found or "").startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "reason"),
+    [
+        ({"zero_stage": 1}, None),
+        ({"zero_stage": 2}, None),
+        ({"zero_stage": 3}, "parallelism.zero_stage 3 gives weights other memory"),
+        ({"tensor": 2}, "ranks meet inside of passes with parallelism.tensor 2"),
+        ({"context": 2}, "ranks meet inside of passes with parallelism.context 2"),
+    ],
+)
+def test_ranks_that_meet_in_the_exchange_alone_are_recorded(
+    spec_document: dict[str, Any], parallelism: dict[str, int], reason: str | None
+) -> None:
+    spec = JobSpec.model_validate(spec_document | {"resources": {"workers": 2}, "parallelism": parallelism})
     found = reason_against("training.cuda_graph", spec)
     assert (found is None) if reason is None else (found or "").startswith(reason)
 

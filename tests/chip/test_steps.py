@@ -1,9 +1,11 @@
 """The trainer on the chip: a step after warm-up waits for nothing, no access is out of order, and the bits are a CPU's.
 
-Each run is made twice: on the chip, with the roads of CUDA, CUDA graphs on one rank, and NCCL on several; and on a CPU that
-behaves as an accelerator, without them.
+Each run is made twice: on the chip, with the roads of CUDA, CUDA graphs, and NCCL on several ranks; and on a CPU that behaves
+as an accelerator, without them.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from octet.worker.common.config import RankEnv, resolve
 from octet.worker.fp8.accelerator import cpu_as_accelerator
 from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.mesh import Axis, Mesh, Pending
+from octet.worker.mesh.waits import DEVICE
 from octet.worker.models import build_model
 from octet.worker.parallel.data_parallel import GradientBuckets
 from octet.worker.train.loop import Trainer
@@ -58,6 +61,9 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "context": {"context": 2},
     "pipeline": {"pipeline": 2},
 }
+DIVIDED_IN_SYSTEM = {("O2", "data"), ("te", "ZeRO 1"), ("O2", "ZeRO 3"), ("O2", "pipeline")}
+RECORDED = ("data", "ZeRO 1", "ZeRO 2")
+"""Divisions whose steps are recorded."""
 REFUSED = {
     *((name, "fp16-amp") for name in ("fused loss", "gradient release", "tensor", "context")),
     *((name, "ao") for name in ("tensor", "context", "pipeline")),
@@ -66,12 +72,17 @@ REFUSED = {
 
 
 class Trained(NamedTuple):
-    """The results of a run. waits: of each step, by the name and the place. launched: by this rank, with NCCL's rules."""
+    """The results of a run. waits: of each step, by the name and the place. launched: by this rank, with NCCL's rules.
+
+    state: a digest of weights and optimizer states. num_launches: of each step. counted: bytes sent, collectives started.
+    """
 
     numbers: list[tuple[float, float]]
-    weights: str
+    state: str
     waits: list[dict[str, int]]
     launched: list[Launched]
+    num_launches: list[int]
+    counted: list[Counter[Any]]
 
 
 def job(document: dict[str, Any], level: str, **training: Any) -> dict[str, Any]:
@@ -93,29 +104,49 @@ def is_refused(document: dict[str, Any]) -> bool:
     return False
 
 
-def train(document: dict[str, Any], folder: Path, num_steps: int, *, on_chip: bool, env: RankEnv | None = None) -> Trained:
-    """Take steps between two reports."""
+def train(
+    document: dict[str, Any],
+    folder: Path,
+    num_steps: int,
+    *,
+    on_chip: bool,
+    env: RankEnv | None = None,
+    plant: Callable[[Trainer], None] | None = None,
+    timeout_s: float = 300.0,
+) -> Trained:
+    """Take steps between two reports. plant: a fault. timeout_s: the longest wait in a collective."""
     torch.set_num_threads(1)
     env = env or RankEnv()
-    config, waits = resolve(JobSpec.model_validate(document), env), []
+    config, waits, num_launches = resolve(JobSpec.model_validate(document), env), [], []
     with ExitStack() as stack:
         chip = stack.enter_context(chip_of()) if on_chip else None
         launched = stack.enter_context(communicators(chip)).launched if chip is not None else []
         if chip is None:
             stack.enter_context(cpu_as_accelerator())
-        mesh = stack.enter_context(Mesh(env, GPU if on_chip else torch.device("cpu"), config.layout))
+        mesh = stack.enter_context(Mesh(env, GPU if on_chip else torch.device("cpu"), config.layout, timeout_s))
         trainer = Trainer(config, mesh, Recorder(), folder / ("chip" if on_chip else "cpu"))
+        stack.callback(trainer.job.graph.close)
+        if plant is not None:
+            plant(trainer)
+        before = counts(mesh)
         for _ in range(num_steps):
             if chip is not None:
                 chip.begin_step()
             trainer.step()
             trainer.log.num_steps = 100  # after the first step no report until then
             waits.append(dict(chip.waits) if chip is not None else {})
+            num_launches.append(chip.num_launches - chip.first_launch + 1 if chip is not None else 0)
         trainer.batches.close()
         numbers = [(step.loss, step.gradient_norm) for step in trainer.log.flush().steps]
-        leaves = tree_leaves(exact_state_dict(trainer.model))
-        weights = record.digest([leaf.cpu() for leaf in leaves if isinstance(leaf, Tensor)])
-    return Trained(numbers, weights, waits, launched)
+        counted = [now - then for now, then in zip(counts(mesh), before, strict=True)]
+        leaves = tree_leaves((exact_state_dict(trainer.model), trainer.optimizer.state_dict()["state"]))
+        state = record.digest([torch.as_tensor(leaf).cpu() for leaf in leaves])
+    return Trained(numbers, state, waits, launched, num_launches, counted)
+
+
+def counts(mesh: Mesh) -> list[Counter[Any]]:
+    """Return the bytes that this rank has sent, and the collectives that it has started."""
+    return [mesh.sent_bytes.copy(), Counter({axis: n for axis, n in mesh.waits.num_started.items() if axis != DEVICE})]
 
 
 @pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
@@ -142,12 +173,20 @@ def check_one_rank(document: dict[str, Any], folder: Path) -> None:
     if document["precision"]["level"] == "ao":  # torchao multiplies FP8 on CUDA, and emulates it on a CPU
         assert [loss for loss, _ in found.numbers] == pytest.approx([loss for loss, _ in expected.numbers], rel=1e-2)
     else:
-        assert (found.numbers, found.weights) == (expected.numbers, expected.weights)
-    is_capture = [
-        any(name.startswith("cuda.synchronize at worker/train/step_graph.py") for name in waits) for waits in found.waits
-    ]
-    assert [waits for waits, captures in zip(found.waits[1:], is_capture[1:], strict=True) if not captures and waits] == []
+        assert (found.numbers, found.state) == (expected.numbers, expected.state)
+    check_waits(found.waits)
+
+
+def check_waits(waits: list[dict[str, int]]) -> None:
+    """Assert that no step after the first waits, but for captures."""
+    is_capture = [any(name.startswith("cuda.synchronize at worker/train/step_graph.py") for name in step) for step in waits]
+    assert [step for step, captures in zip(waits[1:], is_capture[1:], strict=True) if not captures and step] == []
     assert sum(is_capture) <= 2
+
+
+def check_launches(num_launches: list[int]) -> None:
+    """Assert that the last two steps, which are replayed, launch graphs, copies of batches and results, and little else."""
+    assert 8 * max(num_launches[-2:]) < min(num_launches[:3]), num_launches
 
 
 OF_IMAGES = {"image_size": 16, "patch_size": 2, "num_classes": 4, "drop_path_rate": 0.5}
@@ -168,11 +207,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ],
 )
 def test_one_rank_of_other_families(tmp_path: Path, spec_document: dict[str, Any], family: str, level: str) -> None:
-    document = job(spec_document, level) | {"model": FAMILIES[family]}
+    check_one_rank(of_family(family, job(spec_document, level), tmp_path), tmp_path)
+
+
+def of_family(family: str, document: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the same job of another family; those of images get a file of them."""
+    document = document | {"model": FAMILIES[family]}
     if family != "roberta":
-        document["data"] = {"source": "images", "path": str(write_images(tmp_path / "images.npz"))}
+        document["data"] = {"source": "images", "path": str(write_images(folder / "images.npz"))}
         del document["training"]["sequence_length"]
-    check_one_rank(document, tmp_path)
+    return document
 
 
 @pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
@@ -228,9 +272,16 @@ def test_an_evaluation_waits_once_for_its_result(tmp_path: Path, spec_document: 
         assert chip.waits[name] == 1
 
 
-def train_rank(rank: int, port: int, document: dict[str, Any], folder: str, on_chip: bool) -> None:
+def job_of_two(document: dict[str, Any], level: str, division: str) -> dict[str, Any]:
+    """A job of two ranks, each with two micro-batches."""
+    document = job(document, level, global_batch_size=4)
+    document["model"] = document["model"] | {"hidden_size": 32, "num_layers": 2}
+    return document | {"resources": {"workers": 2}, "parallelism": DIVISIONS[division]}
+
+
+def train_rank(rank: int, port: int, document: dict[str, Any], folder: str, num_steps: int, on_chip: bool) -> None:
     env = RankEnv(rank=rank, world_size=2, master_port=port)
-    torch.save(tuple(train(document, Path(folder), 3, on_chip=on_chip, env=env)), Path(folder, f"{rank}.pt"))
+    torch.save(tuple(train(document, Path(folder), num_steps, on_chip=on_chip, env=env)), Path(folder, f"{rank}.pt"))
 
 
 @pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
@@ -240,27 +291,41 @@ def train_rank(rank: int, port: int, document: dict[str, Any], folder: str, on_c
         pytest.param(
             level,
             division,
-            marks=pytest.mark.system if (level, division) in (("O2", "ZeRO 3"), ("O2", "pipeline")) else pytest.mark.matrix,
+            marks=pytest.mark.system if (level, division) in DIVIDED_IN_SYSTEM else pytest.mark.matrix,
         )
         for level in LEVELS
         for division in DIVISIONS
     ],
 )
 def test_two_ranks(tmp_path: Path, spec_document: dict[str, Any], level: str, division: str) -> None:
-    document = job(spec_document, level, global_batch_size=4)
-    document["model"] = document["model"] | {"hidden_size": 32, "num_layers": 2}
-    document |= {"resources": {"workers": 2}, "parallelism": DIVISIONS[division]}
+    document = job_of_two(spec_document, level, division)
     if is_refused(document):
         assert (division.split(",")[0], level) in REFUSED
         return
-    runs = []
+    check_two_ranks(document, tmp_path, level, is_recorded=division in RECORDED)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("level", ["te", "O2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_of_other_families(tmp_path: Path, spec_document: dict[str, Any], family: str, level: str) -> None:
+    document = of_family(family, job_of_two(spec_document, level, "data"), tmp_path)
+    check_two_ranks(document, tmp_path, level, is_recorded=True)
+
+
+def check_two_ranks(document: dict[str, Any], folder: Path, level: str, *, is_recorded: bool) -> None:
+    """Train on both; assert equal bits and counts, no wait outside of a capture, and one order of launches."""
+    runs, num_steps = [], 7 if is_recorded else 3
     for on_chip in (True, False):
-        run_ranks(train_rank, (free_port(), document, str(tmp_path), on_chip), 2)
-        runs.append([Trained(*saved) for saved in saved_by_ranks(tmp_path, 2)])
+        run_ranks(train_rank, (free_port(), document, str(folder), num_steps, on_chip), 2)
+        runs.append([Trained(*saved) for saved in saved_by_ranks(folder, 2)])
     for found, expected in zip(*runs, strict=True):
         if level != "ao":
-            assert (found.numbers, found.weights) == (expected.numbers, expected.weights)
-        assert found.waits[1:] == [{}, {}]
+            assert (found.numbers, found.state) == (expected.numbers, expected.state)
+        assert found.counted == expected.counted
+        check_waits(found.waits)
+        if is_recorded:
+            check_launches(found.num_launches)
     check_order([found.launched for found in runs[0]])
 
 
@@ -319,3 +384,28 @@ def test_an_exchange_of_gradients_copies_nothing_from_the_host(has_all: bool) ->
         buckets.finish()
         assert len(chip.waits) == (0 if has_all else 1), chip.waits
         assert (model[1].weight.grad is None) == (not has_all)
+
+
+def test_a_recorded_exchange_does_as_the_step_before_it() -> None:
+    """Which gradients no rank has is known then. A pass that lacks others is no such step."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        stack.enter_context(communicators(stack.enter_context(chip_of())))
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to(GPU)
+        buckets = GradientBuckets(model, AloneWithItself("data", 2, 0, GPU), max_elements=40)
+
+        def step(part: torch.nn.Module) -> None:
+            part(torch.ones(2, 4, device=GPU)).sum().backward()
+            buckets.finish()
+
+        for part in (model, model[0]):
+            model.zero_grad()
+            step(part)
+        model.zero_grad()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            step(model[0])
+        assert model[1].weight.grad is None
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match="lacked others"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            step(model)

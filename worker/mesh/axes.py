@@ -1,6 +1,7 @@
 """The axes on which ranks train one model: those of a job, or of the process group of somebody's own program."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Self, get_args
 
@@ -44,6 +45,11 @@ class Axes:
     def __getitem__(self, name: AxisName) -> Axis:
         axis: Axis = vars(self)[name]
         return axis
+
+    def counters(self) -> list[Counter[Any]]:
+        """Return what this rank counts of its collectives. The replay of recorded ones, which runs no Python, adds to these."""
+        axes = {self[name] for name in get_args(AxisName)}
+        return [axis.sent_bytes for axis in axes] + [waits.num_started for waits in {axis.waits for axis in axes}]
 
     @classmethod
     def of_data(cls, data: Axis, others: Mapping[AxisName, Axis] | None = None) -> Self:

@@ -51,6 +51,9 @@ class Mesh(Axes):
                 # Ranks launch collectives of several communicators in one order. NCCL lets the device keep it, whichever
                 # stream is late: otherwise kernels of two communicators could wait for each other's place on the device.
                 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+                # NCCL would register the buffers of recorded collectives. With expandable segments, which ranks have, that
+                # ends in illegal accesses (Megatron-LM refuses the two together, core/transformer/cuda_graphs.py).
+                os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
             timeout = timedelta(seconds=timeout_s + longest_s(env.world_size))  # later than ours: the ranks have agreed then
             # With the device NCCL connects every group when it is made. Without, the first collective of each would
             # connect it: in the middle of the first step, where the ranks wait and memory is already taken.

@@ -63,6 +63,9 @@ class GradientBuckets:
         """Returns True where a bucket may be exchanged as soon as it has its gradients. Stage 3 replaces it."""
         self._home: dict[Tensor, Bucket] = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self._has_arrivals = False
+        self._settled: dict[tuple[nn.Parameter, ...], list[bool]] = {}
+        """By the parameters without a gradient here, which of them have one elsewhere: as the passes of the last step said."""
+        self._is_within_step = False
         self._num_passes = 0
         self._num_launched = 0
         self._under_way: list[Iterator[None]] = []
@@ -136,15 +139,33 @@ class GradientBuckets:
             self._launch(is_last=is_last)
         while self._under_way:
             self._advance()
-        doubtful = [flag for bucket in self.buckets for _, flag in bucket.doubtful]
-        is_used = iter(torch.stack(doubtful).tolist() if doubtful else ())  # the one wait of the host for the device
-        for bucket in self.buckets:
-            bucket.settle(list(islice(is_used, len(bucket.doubtful))))
+        self._settle(is_last=is_last)
         self._num_launched = 0
         self._has_arrivals = False
         self._num_passes += 1
         for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)
+
+    def _settle(self, *, is_last: bool) -> None:
+        """Take means back where no rank has had a gradient: the one wait of the host for the device.
+
+        A recorded pass cannot wait. It repeats what the last step said, and has to lack the same gradients as that.
+        """
+        doubtful = [pair for bucket in self.buckets for pair in bucket.doubtful]
+        without = tuple(parameter for parameter, _ in doubtful)
+        is_cuda = self.axis.device.type == "cuda" and torch.cuda.is_available()
+        if not (is_cuda and torch.cuda.is_current_stream_capturing()):
+            are_used = torch.stack([flag for _, flag in doubtful]).tolist() if doubtful else []
+            self._settled = (self._settled if self._is_within_step else {}) | {without: are_used}
+        elif without not in self._settled:
+            raise RuntimeError(
+                f"the pass has no gradients of {len(without)} parameters on this rank, and the passes before it lacked others; "
+                "allowed in a recording: the same ones in each pass"
+            )
+        self._is_within_step = not is_last
+        is_used = iter(self._settled[without])
+        for bucket in self.buckets:
+            bucket.settle(list(islice(is_used, len(bucket.doubtful))))
 
     def _end_backward(self) -> None:
         if self.syncs:

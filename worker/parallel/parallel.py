@@ -136,6 +136,11 @@ class Parallel:
         """Scale all gradients so that their norm over all ranks is at most max_norm. Returns the norm before, fp32 ()."""
         return self._clip(max_norm)
 
+    @property
+    def publishes(self) -> bool:
+        """True if `publish` does something."""
+        return self._sharded is not None or bool(self.parts)
+
     def publish(self) -> None:
         """Give every rank the whole weights after the optimizer's step, or its whole shards, with one scale for each weight."""
         if self._sharded is not None:

@@ -135,7 +135,7 @@ def build(config: TrainConfig, mesh: Mesh, copies: HostCopies, tell: Tell, metri
     parallel = on_mesh(model, optimizer, mesh, config.parallelism)
     started.fill(parallel)
     copies.copy_buffers_at_once(model)
-    graph = step_graph_of(config, model, optimizer, prepared.health, mesh.device)
+    graph = step_graph_of(config, model, optimizer, prepared.health, mesh.device, mesh)
     return JobModel(model, optimizer, prepared.report, parallel, average, prepared.health, compiling, graph, flops)
 
 

@@ -125,6 +125,7 @@ class Trainer:
             closing(self.batches),
             self.writer,
             deterministic(self.config.training.deterministic),
+            closing(self.job.graph),
             self.job.graph.stream(),
         ):
             self._start(checkpoints)
@@ -206,11 +207,12 @@ class Trainer:
                 job, self.batches, config, self.progress.position, self.mesh, self.metrics
             )
         with self.metrics.timed("communication"):
-            job.parallel.synchronize()
+            job.graph.exchange(job.parallel.synchronize)
         with self.metrics.timed("optimizer"):
             self.writer.before_change()
             norm = job.graph.update(job.parallel.clip_grad_norm_, config.gradient_clip or math.inf)
-            job.parallel.publish()
+            if job.parallel.publishes:
+                job.graph.publish(job.parallel.publish)
             job.average.update(self.model)
         if not self.progress.memory_bytes:  # every state exists now, and the gradients are still alive
             self._tell(train_reports.count_memory(self.progress, self.model, self.optimizer, job.average))

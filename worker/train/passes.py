@@ -47,8 +47,17 @@ def forward_backward(
         batch = wait_s.take(batches, position, index)
         # Drop path draws the same for a sample on any number of ranks.
         seed_generators(mesh.device, seed_of("draws of the model", config.seed, batch.first))
-        with job.parallel.no_sync(index < num_micro_batches - 1):
-            losses.append(job.graph.forward_backward(batch.samples, batch.divisor, metrics, is_first=index == 0))
+        is_last = index == num_micro_batches - 1
+        losses.append(
+            job.graph.forward_backward(
+                batch.samples,
+                batch.divisor,
+                metrics,
+                is_first=index == 0,
+                context=job.parallel.no_sync(not is_last),
+                exchange=job.parallel.synchronize if is_last else None,
+            )
+        )
     return torch.stack(losses).sum(), wait_s.total
 
 

@@ -105,8 +105,9 @@ def test_nccl_connects_every_group_when_it_is_made(monkeypatch: pytest.MonkeyPat
     """torch connects groups at once if the default group has a device, and otherwise in their first collective."""
     for variable in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, "lo" if variable.endswith("IFNAME") else "0")  # the mesh would set them for good
-    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "")
-    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+    for variable in ("NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_GRAPH_REGISTER"):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
     device = torch.device("cuda", 1)
     for backend, where, expected in (("nccl", device, device), ("gloo", torch.device("cpu"), None)):
         mesh = Mesh(RankEnv(world_size=2, master_port=free_port()), where)
@@ -119,6 +120,7 @@ def test_nccl_connects_every_group_when_it_is_made(monkeypatch: pytest.MonkeyPat
         assert made.call_args.args == (backend,)
         assert made.call_args.kwargs["device_id"] == expected
         assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"  # the order of the host's launches, on the device
+        assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
 
 
 def test_groups_wait_as_long_as_the_world() -> None:

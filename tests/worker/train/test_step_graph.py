@@ -31,13 +31,15 @@ from octet.worker.fp8.rounding_position import RoundingPosition
 from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.kernels.cuda import tables
 from octet.worker.kernels.held import holding
-from octet.worker.mesh import Mesh
+from octet.worker.mesh import Axes, Mesh
 from octet.worker.optim import LowBitAdamW, LowBitOptimizer
 from octet.worker.prepare.blocks import WARM_UP_STEPS
 from octet.worker.train import step_graph
 from octet.worker.train.log import FinishedStep
 from octet.worker.train.loop import Trainer
 from octet.worker.train.step_graph import StepGraph
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks, saved_by_ranks
 from tests.kit.tape import Tape, TapeRecorder, optimizer_by_kernels
 from tests.kit.training import Recorder, with_training
 
@@ -268,8 +270,10 @@ def test_what_the_host_makes_is_seen() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"resources": {"workers": 2}}, "2 ranks exchange gradients"),
-        ({"resources": {"workers": 2}, "parallelism": {"zero_stage": 1}}, "2 ranks exchange gradients"),
+        (
+            {"resources": {"workers": 2}, "parallelism": {"zero_stage": 3}},
+            "parallelism.zero_stage 3 gives weights other memory",
+        ),
         ({"model": GPT2}, "passes of model.family huggingface"),
     ],
 )
@@ -277,10 +281,33 @@ def test_a_job_that_is_not_recorded_says_why(spec_document: dict[str, Any], chan
     document = tiny(spec_document, "bf16-amp", ema_decay=None) | changes
     config = resolve(JobSpec.model_validate(document), RankEnv(world_size=document.get("resources", {}).get("workers", 1)))
     model, optimizer = initialize(torch.nn.Sequential(torch.nn.Linear(32, 32)), None, "bf16-amp")
-    graph = step_graph.step_graph_of(config, model, optimizer, None, torch.device("cuda"))
+    alone = Axes.of_group(torch.device("cpu"))
+    graph = step_graph.step_graph_of(config, model, optimizer, None, torch.device("cuda"), alone)
     [event] = graph.start_events()
     assert (event.type, graph.recorder) == ("training.not_graphed", None)
     assert event.message.startswith(f"steps run without CUDA graphs: {reason}")
+
+
+def save_reason(rank: int, port: int, document: dict[str, Any], folder: str) -> None:
+    """The optimizer of rank 0 has kernels."""
+    env = RankEnv(rank=rank, world_size=2, master_port=port)
+    config = resolve(JobSpec.model_validate(document), env)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), "O2")
+    assert isinstance(optimizer, LowBitOptimizer)
+    optimizer.fused = rank == 0
+    with Mesh(env, torch.device("cpu")) as mesh:
+        graph = step_graph.step_graph_of(config, model, optimizer, None, torch.device("cuda"), mesh)
+    torch.save((graph.recorder, graph.reason), Path(folder, f"{rank}.pt"))
+
+
+@pytest.mark.system
+def test_no_rank_records_where_one_cannot(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    document = tiny(spec_document, "O2") | {"resources": {"workers": 2}}
+    run_ranks(save_reason, (free_port(), document, str(tmp_path)), 2)
+    for recorder, reason in saved_by_ranks(tmp_path, 2):
+        assert recorder is None
+        assert reason.startswith("the host waits for the optimizer")
 
 
 def test_samples_of_another_shape_are_refused() -> None:
