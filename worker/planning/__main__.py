@@ -2,13 +2,13 @@
 
 Everything is loaded once. Each trace of a job is made by a forked child with limits of time and memory, so that nothing it does
 stays, and a job's children run side by side. Those with its own micro-batch come first, and with them the peak is known; those
-with a wider one say how it grows, in a second line. The parent never runs a backward pass, since autograd does not survive a
-fork. It ends when its input does.
+with a wider one say how it grows, in a second line. The parent ends when its input does.
 """
 
 import ctypes
 import gc
 import json
+import math
 import os
 import resource
 import selectors
@@ -17,15 +17,16 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
+import torch
+
+from octet.api_schemas import JobSpec
 from octet.api_schemas.models.huggingface import NetworkShapes
 from octet.api_schemas.peak import Peak
 from octet.api_schemas.plan import TraceReply, TraceRequest, trace_key
 from octet.worker.models.huggingface import transformers
-from octet.worker.parallel.pipeline import schedule  # noqa: F401 - takes a second, once and not in each child
 from octet.worker.planning.curve import Moment
-from octet.worker.planning.fake_gpu import fake_gpu
 from octet.worker.planning.moments import Tracing, counts, depth_of, peak_of, traces_of
-from octet.worker.planning.trace import NotTraced, Trace, check, find_network
+from octet.worker.planning.trace import NotTraced, Trace, check, find_network, trace
 
 CPU_S = 60
 DEADLINE_S = 300
@@ -33,6 +34,7 @@ MEMORY_BYTES = 4 << 30
 MOST_CHILDREN = 4
 MOST_KEPT = 8
 """Jobs whose traces stay, for the same one at other depths: a few megabytes each."""
+WARM_UP: dict[str, dict[str, int]] = {"llama": {"zero_stage": 3}, "gpt": {"tensor": 2, "pipeline": 2}}
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
@@ -257,9 +259,32 @@ def _read(tracing: Any) -> Tracing:
     )
 
 
+def warm_up() -> None:
+    """Trace two small jobs, so that children have what a step loads, and know its ops. It is half a second less for each.
+
+    torch starts a thread for each device at the first backward pass, after which a child cannot pass backward: the first one
+    comes before there is a device.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.zeros((), requires_grad=True).backward()
+    for model, parallelism in WARM_UP.items():
+        sizes = {"hidden_size": 1024, "num_layers": 4, "num_heads": 8, "vocab_size": 1024, "max_sequence_length": 128}
+        grouped = {"num_key_value_heads": 4, "intermediate_size": 2048} if model == "llama" else {}
+        workers = math.prod(parallelism.get(axis, 1) for axis in ("tensor", "pipeline")) * 2
+        job = {
+            "name": "warm-up",
+            "model": {"family": model, **sizes, **grouped},
+            "precision": {"level": "O2"},
+            "data": {"source": "tokens", "path": "/none"},
+            "training": {"steps": 1, "sequence_length": 128, "global_batch_size": 4 * workers, "micro_batch_size": 1},
+            "parallelism": parallelism,
+            "resources": {"workers": workers},
+        }
+        trace(JobSpec.model_validate(job), 2, 1)
+
+
 def main() -> int:
-    with fake_gpu():
-        pass  # torch loads its compiler with the first fake tensors, for a second and a half that each child would take
+    warm_up()
     gc.collect()
     gc.freeze()
     Planner().run()

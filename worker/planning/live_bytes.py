@@ -184,11 +184,14 @@ class LiveBytes(TorchDispatchMode):
         if key in self.live or self.device_type not in (None, tensor.device.type):
             return
         num_bytes = self._rounded(storage.nbytes())
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        origin = f"{self._where()} {str(func).removeprefix('aten.')} {dtype}{list(tensor.shape)}".strip()
-        self.live[key] = Allocation(num_bytes, self.phase, origin)
+        self.live[key] = Allocation(num_bytes, self.phase, self.origin_of(tensor, func))
         self.count(key, num_bytes)
         self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+
+    def origin_of(self, tensor: Tensor, func: Any) -> str:
+        """Return what `Allocation.origin` says of a storage that an op has made."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return f"{self._where()} {str(func).removeprefix('aten.')} {dtype}{list(tensor.shape)}".strip()
 
     def _resized(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         """Return torch's `resize_` of a storage, whose memory comes and goes at ZeRO stage 3."""

@@ -99,10 +99,14 @@ def extrapolate(traces: Sequence[Sequence[Trace]], blocks: tuple[int, int], dept
 
     moments: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
     of_phases: list[tuple[tuple[int, int], tuple[list[int], list[int]]]] = []
+    seen: set[tuple[int, ...]] = set()
     for phases in zip(*(each.phases for by_blocks in traces for each in by_blocks), strict=True):
         for aligned in _aligned(phases):
-            key, by_class = _at_depth(aligned, at_depth)
-            moments.setdefault(key, by_class)
+            num_bytes = tuple(moment.num_bytes for moment in aligned)
+            if num_bytes not in seen:  # half of the ops allocate nothing
+                seen.add(num_bytes)
+                key, by_class = _at_depth(aligned, at_depth)
+                moments.setdefault(key, by_class)
         of_phases.append(_at_depth([max(phase, key=lambda moment: moment.num_bytes) for phase in phases], at_depth))
     largest = max(moments, default=(0, 0))
     alive = moments[largest][0] if moments else [0] * len(PEAK_CLASSES)
@@ -113,7 +117,7 @@ def extrapolate(traces: Sequence[Sequence[Trace]], blocks: tuple[int, int], dept
     at_peak = dict(zip(PEAK_CLASSES, alive, strict=True))
     at_peak["temporary"] += max(highest, largest)[0] - sum(alive)
     (fewest, most), *_ = traces
-    held = {kind: at_depth(num_bytes, most.held[kind]) for kind, num_bytes in fewest.held.items()}
+    held = {kind: at_depth(fewer, most.held[kind]) for kind, fewer in fewest.held.items()}
     sent = {key: at_depth(fewest.sent.get(key, 0), most.sent.get(key, 0)) for key in fewest.sent | most.sent}
     return Moments(moments, at_depth(fewest.num_bytes_before, most.num_bytes_before), held, at_peak, sent)
 
