@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.figures import Figure, add_write_option, command_line, write
 from benchmarks.gpu.networks import Way, in_fp8, prepare
-from benchmarks.stubbed_launches import as_cuda_tensors, counted_launches, stubbed_launches
+from benchmarks.stubbed_launches import as_cuda_tensors, counted_launches, stubbed_launches, triton_blocks
 from octet.api_schemas.models.gpt import gpt_sizes
 from octet.api_schemas.models.llama import LlamaSizes
 from octet.worker.models import gpt, llama
@@ -246,7 +246,7 @@ def main() -> int:
     if options.windows and options.compile:
         parser.error("--windows with --compile: a compiled block has no place to note the time; allowed: one of them.")
     torch.set_num_threads(1)
-    with stubbed_launches():
+    with stubbed_launches(), triton_blocks() if options.compile else nullcontext():
         levels = [REFERENCE, *options.levels.split(",")]
         steps = {level: phases_of(level, options.family, compiled=options.compile) for level in levels}
         if options.windows:
