@@ -2,11 +2,11 @@
 
 torch.library chooses by dispatch key: `reference.py` on a CPU, `octet.worker.kernels.cuda` on a
 CUDA device, loaded at the first call with a tensor there (registering loads no Triton). A graph of
-torch.compile holds the ops as they are. Eager code on a CUDA device calls the implementation
-directly, unless a mode, a transform or autograd has to see the op. Ops take tensors, numbers and
-strings; our functions take types of `scales.py` too. Only this file translates (`_TRANSLATIONS`):
-in a signature `Kind kind` stands for `str kind`, `ScaledCodes a` for `Tensor a, Tensor
-a_dequant_scale, str a_kind`.
+torch.compile holds the ops as they are. Eager code on a CUDA device, and the code that Inductor
+writes for a block's graph, call the implementation directly, unless a mode, a transform or autograd
+has to see the op. Ops take tensors, numbers and strings; our functions take types of `scales.py`
+too. Only this file translates (`_TRANSLATIONS`): in a signature `Kind kind` stands for `str kind`,
+`ScaledCodes a` for `Tensor a, Tensor a_dequant_scale, str a_kind`.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,13 @@ from torch import Tensor
 
 from octet.worker.kernels import reference
 from octet.worker.kernels.scales import LinearFormats, Operand, Operands, ScaledCodes, ScaleKind
-from octet.worker.kernels.torch_private import num_dispatch_modes, num_function_modes, present_transform
+from octet.worker.kernels.torch_private import (
+    num_dispatch_modes,
+    num_function_modes,
+    present_transform,
+    schema_of,
+    write_in_graphs,
+)
 
 Function = Callable[..., Any]
 
@@ -68,6 +74,8 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 runs_directly: Callable[[Tensor], bool] = attrgetter("is_cuda")
 """Return True for a tensor on a device where eager code calls our implementations without torch's dispatcher."""
+_CACHED_APART = "octet-direct"
+"""Part of the key by which torch caches graphs: a process finds none that call the ops in the other way."""
 _ON_DEVICE: dict[str, Function] = {}
 """By the op's name, what runs the Triton implementation."""
 
@@ -103,25 +111,10 @@ def define(
     call = _define(signature, fake)
     _LIBRARY.impl(name, _packed(made_of(twins), types), "CPU")
     _LIBRARY.impl(name, _ON_DEVICE[name], "CUDA")
+    _let_graphs_call(name)
 
     def call_directly(*arguments: Any) -> Any:
-        """Call the implementation of CUDA devices if that is all that torch's dispatcher would do.
-
-        The dispatcher costs as much as a launch.
-        """
-        first = arguments[0]
-        if type(first) is not Tensor and isinstance(first, (tuple, list)) and first:
-            first = first[0]
-        is_plain = (
-            type(first) is Tensor
-            and not _is_compiling()
-            and runs_directly(first)
-            and not (first.requires_grad and _is_grad_enabled())
-            and not num_dispatch_modes()
-            and not num_function_modes()
-            and present_transform() is None
-        )
-        return (implementation() if is_plain else call)(*arguments)
+        return (implementation() if _needs_no_dispatcher(arguments[0]) else call)(*arguments)
 
     return call_directly
 
@@ -140,6 +133,49 @@ def run_triton_on(dispatch_key: str, ops: torch.library.Library | None = None) -
     """
     for name, run in _ON_DEVICE.items():
         (ops or _LIBRARY).impl(name, run, dispatch_key, allow_override=ops is not None)
+
+
+def call_directly_in_graphs() -> None:
+    """Let graphs that Inductor makes from now on call our implementations without torch's dispatcher, as eager code does.
+
+    Not of ops that write or have defaults: their arguments come by name, or not at all.
+    """
+    if _CACHED_APART not in torch.compiler.config.cache_key_tag:
+        torch.compiler.config.cache_key_tag += _CACHED_APART
+    for name in _ON_DEVICE:
+        op = getattr(torch.ops.octet, name).default
+        schema = schema_of(op)
+        if not schema.is_mutable and not any(argument.has_default_value() for argument in schema.arguments):
+            write_in_graphs(op, f"torch.ops.octet.{name}.directly")
+
+
+def _let_graphs_call(name: str) -> None:
+    """Give an op what the code of a graph calls: `torch.ops.octet.NAME.directly`, with the op's arguments."""
+    op, run = getattr(torch.ops.octet, name), _ON_DEVICE[name]
+    through_dispatcher = op.default
+
+    def directly(*arguments: Any) -> Any:
+        return (run if _needs_no_dispatcher(arguments[0]) else through_dispatcher)(*arguments)
+
+    op.directly = directly
+
+
+def _needs_no_dispatcher(first: Any) -> bool:
+    """Return True if all that torch's dispatcher would do is to call the implementation of CUDA devices.
+
+    The dispatcher costs as much as a launch. first: the op's first argument.
+    """
+    if type(first) is not Tensor and isinstance(first, (tuple, list)) and first:
+        first = first[0]
+    return (
+        type(first) is Tensor
+        and not _is_compiling()
+        and runs_directly(first)
+        and not (first.requires_grad and _is_grad_enabled())
+        and not num_dispatch_modes()
+        and not num_function_modes()
+        and present_transform() is None
+    )
 
 
 def _define(signature: str, fake: Function) -> Function:

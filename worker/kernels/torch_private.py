@@ -288,6 +288,23 @@ def inductor_config() -> Any:
     return config
 
 
+def write_in_graphs(op: Any, function: str) -> None:
+    """Let the code of Inductor's graphs call a function in the place of an op. function: as that code names it.
+
+    In a torch whose Inductor has no such table, graphs go on calling the op.
+    """
+    try:
+        from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
+    except ImportError:
+        return
+
+    def write(node: Any, write_line: Callable[[str], None]) -> None:
+        arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
+        write_line(f"{node.get_name()} = {function}({arguments})")
+
+    CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{op}"] = CustomCodegen(python=write)
+
+
 # Communication -------------------------------------------------------------------------------------------------------------
 
 

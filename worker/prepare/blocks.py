@@ -19,6 +19,7 @@ from octet.worker.common.wrap import Nesting, Wrapper, wrap, wrapper_of
 from octet.worker.fp8.experts import has_experts
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.norm_forward import NormForward
+from octet.worker.kernels.library import call_directly_in_graphs
 from octet.worker.kernels.torch_private import compile_time_s, compiler_counters
 from octet.worker.models.blocks import repeated_blocks
 from octet.worker.prepare.saved_activations import SavingForward
@@ -55,10 +56,13 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
     """Compile each repeated block, for static shapes. Returns their number. Nothing is compiled before a block is called.
 
     Blocks with experts are left out: in each pass the host reads how many tokens each expert has.
-    Call it after `initialize` and the functions that change blocks. backend: inductor, or aot_eager, whose graphs are run op by
-    op; blocks that keep their activations in FP8 (`keep_activations_in_fp8`) do so in both.
+    Call it after `initialize` and the functions that change blocks. Graphs of inductor call our kernels without torch's
+    dispatcher. backend: inductor, or aot_eager, whose graphs are run op by op; blocks that keep their activations in FP8
+    (`keep_activations_in_fp8`) do so in both.
     """
     blocks = [block for block in repeated_blocks(model) if not has_experts(block)]
+    if backend == "inductor":
+        call_directly_in_graphs()
     for block in blocks:
         saving = wrapper_of(block, SavingForward)
         options = {"backend": backend} if saving is None else saving.leave_to_compiler(backend)

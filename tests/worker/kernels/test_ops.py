@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -301,17 +301,21 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+CALLS = (kernels.compute_amax, lambda x: torch.ops.octet.compute_amax.directly(x, "tensor"))
+
+
 @pytest.mark.skipif(not language.INTERPRETED.value, reason="missing: Triton's interpreter, TRITON_INTERPRET=1 before the start")
-def test_eager_code_on_a_gpu_goes_past_the_dispatcher_unless_somebody_looks(
-    monkeypatch: pytest.MonkeyPatch, launched: list[str]
+@pytest.mark.parametrize("call", CALLS, ids=["eager code", "a graph"])
+def test_code_on_a_gpu_goes_past_the_dispatcher_unless_somebody_looks(
+    monkeypatch: pytest.MonkeyPatch, launched: list[str], call: Callable[[Tensor], Tensor]
 ) -> None:
     """With the CPU in a GPU's place, the kernel runs; a dispatch mode still sees the op, and the CPU's implementation runs."""
     monkeypatch.setattr(library, "runs_directly", lambda tensor: tensor.is_cpu)
     x = torch.tensor([1.0, -3.0])
-    assert float(kernels.compute_amax(x)) == 3
+    assert float(call(x)) == 3
     assert launched == ["_amax_flat"]
     with Seen() as seen:
-        assert float(kernels.compute_amax(x)) == 3
+        assert float(call(x)) == 3
     assert "octet.compute_amax.default" in seen.names
     assert launched == ["_amax_flat"]
 

@@ -313,6 +313,23 @@ def test_torch_has_what_is_used(name: str) -> None:
     CHECKS[name]()
 
 
+@pytest.mark.system
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor, when it is imported
+def test_graphs_of_inductor_call_a_function_in_the_place_of_an_op() -> None:
+    from torch._inductor.utils import fresh_cache
+
+    ops = torch.library.Library("octet_in_graphs", "DEF")
+    ops.define("twice(Tensor x) -> Tensor")
+    ops.impl("twice", lambda x: x * 2, "CPU")
+    torch.library.register_fake("octet_in_graphs::twice", torch.empty_like, lib=ops)
+    op = torch.ops.octet_in_graphs.twice
+    op.thrice = lambda x: x * 3
+    private.write_in_graphs(op.default, "torch.ops.octet_in_graphs.twice.thrice")
+    assert torch.equal(op(torch.ones(2)), torch.full((2,), 2.0))
+    with fresh_cache():
+        assert torch.equal(torch.compile(lambda x: op(x))(torch.ones(2)), torch.full((2,), 3.0))
+
+
 def names_of(tree: ast.AST) -> list[str]:
     """Return the private names of torch that a module's code has: imported, or by attribute."""
     found = []

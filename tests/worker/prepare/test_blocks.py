@@ -116,6 +116,26 @@ def test_selective_checkpointing_repeats_no_product(is_accelerator: bool) -> Non
     assert found == {"none": 2 * num_layers, "selective": 2 * num_layers, "full": 3 * num_layers}
 
 
+@pytest.mark.system
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor, when it is imported
+def test_graphs_of_blocks_call_our_ops_without_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/worker/kernels has a graph that does so. torch caches such graphs by a key of their own."""
+    from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN as written
+
+    output, clip = (f"torch.ops.octet.{name}.default" for name in ("linear_output", "clip_"))
+    monkeypatch.delitem(written, output, raising=False)
+    model, _ = initialize(GPT(gpt_sizes(64, 1, 2, 64, 16)), opt_level="O2")
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        compile_blocks(model, backend="aot_eager")
+        assert output not in written
+        assert torch.compiler.config.cache_key_tag == "mine"
+        for _ in range(2):
+            compile_blocks(model)
+            assert torch.compiler.config.cache_key_tag == "mineoctet-direct"
+    assert output in written
+    assert clip not in written  # a graph calls it by the names of its arguments
+
+
 @pytest.mark.matrix
 def test_a_job_checkpoints_and_trains_as_without(tmp_path: Path, spec_document: dict[str, Any]) -> None:
     curves = []
