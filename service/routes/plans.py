@@ -31,7 +31,8 @@ async def plan(http_request: HttpRequest, context: AppContextDep) -> Response | 
     """Predict the bytes of a job at each level, the pools that it fits, and what would make it fit. Nothing is stored.
 
     Neither its data nor its model's files are read. With `Accept: application/x-ndjson` each line is the plan as far as it is
-    known: the states at once, then one more line with each peak, that of the job's own level first. The last line is the plan.
+    known: the states at once, then one more line with each peak, that of the job's own level first, and with each largest
+    micro-batch. The last line is the plan.
     """
     request = await read_json(http_request, PlanRequest)
     check_options(request.job, context.settings)

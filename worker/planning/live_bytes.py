@@ -114,8 +114,9 @@ class LiveBytes(TorchDispatchMode):
         if result is NotImplemented:
             result = func(*args, **(kwargs or {}))
         self._follow_phase()
-        for tensor in tensors_in(result):
-            self._note(tensor, func)
+        if not func.is_view:  # whose storage is known, and half of the ops are views
+            for tensor in tensors_in(result):
+                self._note(tensor, func)
         self.num_ops += 1
         if self.num_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_op = self.num_bytes, self.num_ops
