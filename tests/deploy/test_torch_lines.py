@@ -41,7 +41,7 @@ def test_the_page_names_the_driver_of_a_line(line: str) -> None:
     assert f"| {major}.{minor} | {OLDEST_DRIVER[major]} or later |" in row
 
 
-@pytest.mark.matrix
+@pytest.mark.system
 def test_pip_resolves_the_line_of_pypi(tmp_path: Path) -> None:
     """Resolve what an image installs, without installing. The other lines are on PyTorch's indexes alone."""
     wanted, constraints = tmp_path / "node.txt", tmp_path / "constraints.txt"

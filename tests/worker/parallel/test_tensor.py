@@ -1,6 +1,6 @@
 """Tensor parallelism over two real ranks (gloo): losses, gradients and norms of one process, and each pitfall of its own.
 
-`test_tensor_and_data.py` has all levels, data ranks and ZeRO.
+`test_pairs.py` has all levels, with data ranks and ZeRO.
 """
 
 import copy
