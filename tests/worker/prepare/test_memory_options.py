@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten
 
@@ -27,6 +29,7 @@ from octet.worker import (
 )
 from octet.worker.common.errors import InvalidConfig
 from octet.worker.fp8.accelerator import cpu_as_accelerator
+from octet.worker.fp8.bf16 import half_linear
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.recipe import Recipe
 from octet.worker.models import linear_cross_entropy as module
@@ -153,6 +156,21 @@ def test_no_tensor_of_a_fused_loss_is_as_large_as_the_logits(monkeypatch: Any) -
     gradients, columns = 4 * (1024 + 2048) * 16 * 2, module.ALIGNMENT * 1024
     assert live.peak_bytes < gradients + 4 * 4 * columns  # the logits alone have 8 MiB, four pieces 2 MiB
     assert live.peak_bytes < 4 * 1024 * 2048 / 2
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("vocab_size", "width", "num_mebibytes"), [(50_304, 768, 216), (50_304, 4096, 320)])
+def test_bytes_of_a_fused_loss_are_those_of_the_log(vocab_size: int, width: int, num_mebibytes: int) -> None:
+    """GPT of 125M and 6.7B at 8,192 tokens: the peak above the inputs, the weight and its gradient (`docs/log.md`)."""
+    with cpu_as_accelerator(), FakeTensorMode(), LiveBytes() as live:
+        inputs = torch.empty(8192, width, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(vocab_size, width, requires_grad=True)
+        targets = torch.empty(8192, dtype=torch.int64)
+        first = live.num_bytes
+        logits = DeferredLogits(inputs, weight, None, partial(half_linear, bias=None, compute_dtype=torch.bfloat16))
+        cross_entropy(logits, targets).backward()
+    found = live.peak_bytes - first - 4 * weight.numel()
+    assert round(found / 2**20) == num_mebibytes
 
 
 def test_what_has_no_plain_head_is_refused() -> None:
