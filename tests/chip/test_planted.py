@@ -41,9 +41,18 @@ def chip() -> Iterator[Chip]:
 
 
 @triton.jit
-def copy_kernel(out, x, num_elements, BLOCK: tl.constexpr, BOUND: tl.constexpr) -> None:
+def copy_kernel(out, x, num_elements, BLOCK: tl.constexpr) -> None:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + at, tl.load(x + at, mask=at < num_elements, other=0.0), mask=at < (num_elements if BOUND is None else BOUND))
+    tl.store(out + at, tl.load(x + at, mask=at < num_elements, other=0.0), mask=at < num_elements)
+
+
+@triton.jit
+def product_kernel(out, a, b, num_rows, BLOCK: tl.constexpr, BOUND: tl.constexpr) -> None:
+    """a (num_rows, BLOCK) @ b (BLOCK, BLOCK), and ReLU."""
+    rows, columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+    at = rows[:, None] * BLOCK + columns
+    product = tl.dot(tl.load(a + at, mask=rows[:, None] < num_rows, other=0.0), tl.load(b + columns[:, None] * BLOCK + columns))
+    tl.store(out + at, tl.maximum(product, 0.0), mask=rows[:, None] < (num_rows if BOUND is None else BOUND))
 
 
 @triton.jit
@@ -167,11 +176,12 @@ class TestMemory:
         assert torch.empty(3, device=GPU).isnan().all()
 
     def test_a_wrong_mask_in_an_epilogue(self, chip: Chip) -> None:
-        x, out = torch.ones(60, device=GPU), torch.zeros(60, device=GPU)
-        copy_kernel[(4,)](out, x, 60, 16, None)
-        assert out.tolist() == [1.0] * 60
-        with pytest.raises(Exception, match="wrong mask"):
-            copy_kernel[(4,)](out, x, 60, 16, 64)
+        """The bound of the store is that of whole blocks."""
+        a, b, out = torch.ones(20, 16, device=GPU), torch.ones(16, 16, device=GPU), torch.zeros(20, 16, device=GPU)
+        product_kernel[(2,)](out, a, b, 20, 16, None)
+        assert out.tolist() == [[16.0] * 16] * 20
+        with pytest.raises(Exception, match=r"wrong mask: .*product_kernel.* stores to \w+, which no tensor has"):
+            product_kernel[(2,)](out, a, b, 20, 16, 32)
 
 
 class TestKernels:
@@ -185,9 +195,9 @@ class TestKernels:
 
     def test_a_kernel_on_the_wrong_device(self, chip: Chip) -> None:
         x, out = (torch.ones(16, device=torch.device("cuda", 1)) for _ in range(2))
-        Launcher(copy_kernel)(1, out, x, 16, 16, None)  # which makes it the current one
+        Launcher(copy_kernel)(1, out, x, 16, 16)  # which makes it the current one
         with pytest.raises(Fault, match="kernel on the wrong device"):
-            copy_kernel[(1,)](out, x, 16, 16, None)
+            copy_kernel[(1,)](out, x, 16, 16)
 
     def test_an_op_whose_fake_strides_lie(self, chip: Chip) -> None:
         library = torch.library.Library("chip_planted", "DEF")
