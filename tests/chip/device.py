@@ -71,7 +71,7 @@ class Chip(TorchDispatchMode):
         self.streams_outside: list[Any] = []
         self.all_streams: list[Any] = []
         self.waits: Counter[str] = Counter()
-        self.num_launches = self.first_launch = 0
+        self.num_launches = self.first_launch = self.num_communicators = 0
         self.graph: Any = None
         """The graph that is being captured."""
         self._checked_fakes: set[str] = set()

@@ -212,10 +212,12 @@ def communicators(chip: Chip) -> Iterator[Communicators]:
 
     def init(backend: str, *args: Any, device_id: Any = None, **options: Any) -> None:
         begin("gloo" if backend == "nccl" else backend, *args, **options)
+        chip.num_communicators += 1
 
     def new_group(ranks: Any = None, *, backend: str | None = None, pg_options: Any = None, **options: Any) -> Any:
         if chip.graph is not None:
             raise Fault("communicator made in a capture", place())
+        chip.num_communicators += 1
         return begin_group(ranks, **options)
 
     def destroy_group() -> None:

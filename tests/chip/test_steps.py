@@ -75,6 +75,7 @@ class Trained(NamedTuple):
     """The results of a run. waits: of each step, by the name and the place. launched: by this rank, with NCCL's rules.
 
     state: a digest of weights and optimizer states. num_launches: of each step. counted: bytes sent, collectives started.
+    num_communicators: those that NCCL has after each step.
     """
 
     numbers: list[tuple[float, float]]
@@ -83,6 +84,7 @@ class Trained(NamedTuple):
     launched: list[Launched]
     num_launches: list[int]
     counted: list[Counter[Any]]
+    num_communicators: list[int]
 
 
 def job(document: dict[str, Any], level: str, **training: Any) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def train(
     """Take steps between two reports. plant: a fault. timeout_s: the longest wait in a collective."""
     torch.set_num_threads(1)
     env = env or RankEnv()
-    config, waits, num_launches = resolve(JobSpec.model_validate(document), env), [], []
+    config, waits, num_launches, num_communicators = resolve(JobSpec.model_validate(document), env), [], [], []
     with ExitStack() as stack:
         chip = stack.enter_context(chip_of()) if on_chip else None
         launched = stack.enter_context(communicators(chip)).launched if chip is not None else []
@@ -136,12 +138,13 @@ def train(
             trainer.log.num_steps = 100  # after the first step no report until then
             waits.append(dict(chip.waits) if chip is not None else {})
             num_launches.append(chip.num_launches - chip.first_launch + 1 if chip is not None else 0)
+            num_communicators.append(chip.num_communicators if chip is not None else 0)
         trainer.batches.close()
         numbers = [(step.loss, step.gradient_norm) for step in trainer.log.flush().steps]
         counted = [now - then for now, then in zip(counts(mesh), before, strict=True)]
         leaves = tree_leaves((exact_state_dict(trainer.model), trainer.optimizer.state_dict()["state"]))
         state = record.digest([torch.as_tensor(leaf).cpu() for leaf in leaves])
-    return Trained(numbers, state, waits, launched, num_launches, counted)
+    return Trained(numbers, state, waits, launched, num_launches, counted, num_communicators)
 
 
 def counts(mesh: Mesh) -> list[Counter[Any]]:
@@ -314,7 +317,10 @@ def test_two_ranks_of_other_families(tmp_path: Path, spec_document: dict[str, An
 
 
 def check_two_ranks(document: dict[str, Any], folder: Path, level: str, *, is_recorded: bool) -> None:
-    """Train on both; assert equal bits and counts, no wait outside of a capture, and one order of launches."""
+    """Train on both; assert equal bits and counts, no wait outside of a capture, and one order of launches.
+
+    All communicators exist after the first step.
+    """
     runs, num_steps = [], 7 if is_recorded else 3
     for on_chip in (True, False):
         run_ranks(train_rank, (free_port(), document, str(folder), num_steps, on_chip), 2)
@@ -324,6 +330,8 @@ def check_two_ranks(document: dict[str, Any], folder: Path, level: str, *, is_re
             assert (found.numbers, found.state) == (expected.numbers, expected.state)
         assert found.counted == expected.counted
         check_waits(found.waits)
+        assert found.num_communicators[0] > 0
+        assert len(set(found.num_communicators)) == 1, "one was made after the first step"
         if is_recorded:
             check_launches(found.num_launches)
     check_order([found.launched for found in runs[0]])
