@@ -184,7 +184,9 @@ class Communicators:
 
     def transfer(self, original: Callable[..., Any], *, sends: bool) -> Callable[..., Any]:
         def call(tensor: Tensor, *others: int, group: Any = None, **options: Any) -> Any:
-            peer = others[0] if others else dist.get_global_rank(group or dist.group.WORLD, next(iter(options.values())))
+            name, peer = ("global", others[0]) if others else next(iter(options.items()))
+            if name.startswith("group_"):
+                peer = dist.get_global_rank(group or dist.group.WORLD, peer)
             clock = self.begin("send" if sends else "recv", group, ((sends, peer),), [tensor] * sends, [tensor] * (not sends))
             result = unseen(original, self.chip)(tensor, *others, group=group, **options)
             self.chip.current_stream().timeline.join(clock)
@@ -260,7 +262,13 @@ def do_meet(entry: Launched, heads: list[Launched | None]) -> bool:
 
 
 def check_order(launched: Sequence[Sequence[Launched]]) -> None:
-    """Run what all ranks have launched on devices that do one thing at a time. launched: by rank. Raise Fault if they hang."""
+    """Run what all ranks have launched on devices that do one thing at a time. launched: by rank. Raise Fault if they hang.
+
+    One run stands for all timings. What a rank has in progress ends when its peers have the other ends in progress, and stays
+    possible until then, whatever other ranks do: so steps that are possible at once do not hinder each other, and any order of
+    them ends at the same place. Only what hosts launch could depend on more: a pipeline's follows from its schedule, and the
+    seeds of `test_launch_order.py` vary the data that decides it at ZeRO 3.
+    """
     at = [0] * len(launched)
     matched: list[set[int]] = [set() for _ in launched]
 

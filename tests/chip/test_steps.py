@@ -5,10 +5,11 @@ as an accelerator, without them.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -17,16 +18,18 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from octet.api_schemas import JobSpec
+from octet.api_schemas import JobSpec, TextSpec
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models.huggingface import HuggingFaceSpec
 from octet.worker import initialize
 from octet.worker.common.config import RankEnv, resolve
+from octet.worker.data import open_source
 from octet.worker.fp8.accelerator import cpu_as_accelerator
 from octet.worker.fp8.stored import exact_state_dict
 from octet.worker.mesh import Axis, Mesh, Pending
 from octet.worker.mesh.waits import DEVICE
 from octet.worker.models import build_model
+from octet.worker.optim.rules.muon import OrthogonalizedMomentum
 from octet.worker.parallel.data_parallel import GradientBuckets
 from octet.worker.train.loop import Trainer
 from tests.chip.lies import chip_of
@@ -62,6 +65,19 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": 2},
 }
 DIVIDED_IN_SYSTEM = {("O2", "data"), ("te", "ZeRO 1"), ("O2", "ZeRO 3"), ("O2", "pipeline")}
+NO_WAIT: Mapping[str, int] = {}
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "tensor and data": (4, 2, {"tensor": 2, "zero_stage": 1}),
+    "tensor and pipeline": (4, 2, {"tensor": 2, "pipeline": 2}),
+    "pipeline of four": (4, 4, {"pipeline": 4}),
+    "interleaved": (2, 4, {"pipeline": 2, "schedule": "interleaved"}),
+    "interleaved of four": (4, 8, {"pipeline": 4, "schedule": "interleaved"}),
+}
+"""Ranks, blocks of the model, and the axes."""
+OPTIMIZERS = ("adam", "lion", "muon", "sgd")
+"""Those besides AdamW."""
+WAIT_OF_MUON = {"_local_scalar_dense at worker/optim/optimizer.py": 1}
+"""The host skips its products where a gradient is not finite."""
 RECORDED = ("data", "ZeRO 1", "ZeRO 2")
 """Divisions whose steps are recorded."""
 REFUSED = {
@@ -125,6 +141,7 @@ def train(
         launched = stack.enter_context(communicators(chip)).launched if chip is not None else []
         if chip is None:
             stack.enter_context(cpu_as_accelerator())
+            stack.enter_context(mock.patch.object(OrthogonalizedMomentum, "matrix_dtype", return_value=torch.bfloat16))
         mesh = stack.enter_context(Mesh(env, GPU if on_chip else torch.device("cpu"), config.layout, timeout_s))
         trainer = Trainer(config, mesh, Recorder(), folder / ("chip" if on_chip else "cpu"))
         stack.callback(trainer.job.graph.close)
@@ -170,20 +187,43 @@ def test_one_rank(tmp_path: Path, spec_document: dict[str, Any], level: str, sav
     check_one_rank(document, tmp_path)
 
 
-def check_one_rank(document: dict[str, Any], folder: Path) -> None:
-    """Train on both; assert equal bits, and no wait outside of a capture."""
+@pytest.mark.matrix
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_one_rank_with_another_optimizer(tmp_path: Path, spec_document: dict[str, Any], optimizer: str) -> None:
+    document = job(spec_document, "O2", optimizer={"name": optimizer})
+    check_one_rank(document, tmp_path, WAIT_OF_MUON if optimizer == "muon" else {})
+
+
+@pytest.mark.matrix
+def test_one_rank_with_packed_documents(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    """Several documents in each row of 32 tokens."""
+    for number in range(100):
+        tmp_path.joinpath(f"{number}.txt").write_text("document"[: 4 + number % 5] * 3)
+    document = job(spec_document, "O2")
+    document["data"] = {"source": "text", "path": str(tmp_path), "packing": True}
+    documents = open_source(TextSpec(path=str(tmp_path), packing=True), 32, 1).train_batch(0, 2)["documents"]
+    assert (documents[:, 1] < 32).all(), "each row has more than one"
+    check_one_rank(document, tmp_path)
+
+
+def check_one_rank(document: dict[str, Any], folder: Path, known: Mapping[str, int] = NO_WAIT) -> None:
+    """Train on both; assert equal bits, and only the known waits outside of a capture."""
     found, expected = (train(document, folder, 7, on_chip=on_chip) for on_chip in (True, False))
     if document["precision"]["level"] == "ao":  # torchao multiplies FP8 on CUDA, and emulates it on a CPU
         assert [loss for loss, _ in found.numbers] == pytest.approx([loss for loss, _ in expected.numbers], rel=1e-2)
     else:
         assert (found.numbers, found.state) == (expected.numbers, expected.state)
-    check_waits(found.waits)
+    check_waits(found.waits, known)
 
 
-def check_waits(waits: list[dict[str, int]]) -> None:
-    """Assert that no step after the first waits, but for captures."""
+def check_waits(waits: list[dict[str, int]], known: Mapping[str, int] = NO_WAIT) -> None:
+    """Assert that each step after the first has the known waits and no other, but for captures. known: by file."""
     is_capture = [any(name.startswith("cuda.synchronize at worker/train/step_graph.py") for name in step) for step in waits]
-    assert [step for step, captures in zip(waits[1:], is_capture[1:], strict=True) if not captures and step] == []
+    for step, captures in zip(waits[1:], is_capture[1:], strict=True):
+        found = Counter[str]()
+        for name, number in step.items():
+            found[name.rpartition(":")[0]] += number
+        assert captures or found == known, step
     assert sum(is_capture) <= 2
 
 
@@ -275,15 +315,15 @@ def test_an_evaluation_waits_once_for_its_result(tmp_path: Path, spec_document: 
         assert chip.waits[name] == 1
 
 
-def job_of_two(document: dict[str, Any], level: str, division: str) -> dict[str, Any]:
+def job_of_two(document: dict[str, Any], level: str, division: str, **training: Any) -> dict[str, Any]:
     """A job of two ranks, each with two micro-batches."""
-    document = job(document, level, global_batch_size=4)
+    document = job(document, level, **{"global_batch_size": 4, **training})
     document["model"] = document["model"] | {"hidden_size": 32, "num_layers": 2}
     return document | {"resources": {"workers": 2}, "parallelism": DIVISIONS[division]}
 
 
 def train_rank(rank: int, port: int, document: dict[str, Any], folder: str, num_steps: int, on_chip: bool) -> None:
-    env = RankEnv(rank=rank, world_size=2, master_port=port)
+    env = RankEnv(rank=rank, world_size=document["resources"]["workers"], master_port=port)
     torch.save(tuple(train(document, Path(folder), num_steps, on_chip=on_chip, env=env)), Path(folder, f"{rank}.pt"))
 
 
@@ -305,7 +345,37 @@ def test_two_ranks(tmp_path: Path, spec_document: dict[str, Any], level: str, di
     if is_refused(document):
         assert (division.split(",")[0], level) in REFUSED
         return
-    check_two_ranks(document, tmp_path, level, is_recorded=division in RECORDED)
+    check_ranks(document, tmp_path, level, is_recorded=division in RECORDED)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_ranks_with_another_optimizer(tmp_path: Path, spec_document: dict[str, Any], optimizer: str) -> None:
+    document = job_of_two(spec_document, "O2", "ZeRO 1", optimizer={"name": optimizer})
+    is_muon = optimizer == "muon"
+    known = WAIT_OF_MUON | {"pageable copy at worker/parallel/zero.py": 1} if is_muon else NO_WAIT  # for who has a gradient
+    check_ranks(document, tmp_path, "O2", is_recorded=not is_muon, known=known)
+
+
+@pytest.mark.system
+def test_two_ranks_that_hold_other_experts(tmp_path: Path, spec_document: dict[str, Any]) -> None:
+    """Each of two passes through the mixture waits once: NCCL takes numbers of the host for how many rows go where."""
+    document = job_of_two(spec_document, "O2", "data") | {"parallelism": {"expert": 2}}
+    config = CONFIGS["qwen3_moe"] | {"num_hidden_layers": 1}
+    document["model"] = {"family": "huggingface", "architecture": "qwen3_moe", "config": config}
+    known = {"pageable copy at worker/parallel/expert.py": 2}
+    check_ranks(document, tmp_path, "O2", is_recorded=False, known=known)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("level", ["te", "O2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_of_other_layouts(tmp_path: Path, spec_document: dict[str, Any], layout: str, level: str) -> None:
+    """Four micro-batches in a pipeline, or two by two ranks."""
+    num_ranks, num_layers, axes = LAYOUTS[layout]
+    document = job_of_two(spec_document, level, "data") | {"resources": {"workers": num_ranks}, "parallelism": axes}
+    document["model"] = document["model"] | {"num_layers": num_layers}
+    check_ranks(document, tmp_path, level, is_recorded=False)
 
 
 @pytest.mark.matrix
@@ -313,23 +383,25 @@ def test_two_ranks(tmp_path: Path, spec_document: dict[str, Any], level: str, di
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_of_other_families(tmp_path: Path, spec_document: dict[str, Any], family: str, level: str) -> None:
     document = of_family(family, job_of_two(spec_document, level, "data"), tmp_path)
-    check_two_ranks(document, tmp_path, level, is_recorded=True)
+    check_ranks(document, tmp_path, level, is_recorded=True)
 
 
-def check_two_ranks(document: dict[str, Any], folder: Path, level: str, *, is_recorded: bool) -> None:
-    """Train on both; assert equal bits and counts, no wait outside of a capture, and one order of launches.
+def check_ranks(
+    document: dict[str, Any], folder: Path, level: str, *, is_recorded: bool, known: Mapping[str, int] = NO_WAIT
+) -> None:
+    """Train on both; assert equal bits and counts, only the known waits outside of a capture, and one order of launches.
 
     All communicators exist after the first step.
     """
-    runs, num_steps = [], 7 if is_recorded else 3
+    runs, num_steps, num_ranks = [], 7 if is_recorded else 3, document["resources"]["workers"]
     for on_chip in (True, False):
-        run_ranks(train_rank, (free_port(), document, str(folder), num_steps, on_chip), 2)
-        runs.append([Trained(*saved) for saved in saved_by_ranks(folder, 2)])
+        run_ranks(train_rank, (free_port(), document, str(folder), num_steps, on_chip), num_ranks)
+        runs.append([Trained(*saved) for saved in saved_by_ranks(folder, num_ranks)])
     for found, expected in zip(*runs, strict=True):
         if level != "ao":
             assert (found.numbers, found.state) == (expected.numbers, expected.state)
         assert found.counted == expected.counted
-        check_waits(found.waits)
+        check_waits(found.waits, known)
         assert found.num_communicators[0] > 0
         assert len(set(found.num_communicators)) == 1, "one was made after the first step"
         if is_recorded:

@@ -161,8 +161,8 @@ class ExpertsOnRanks(ExpertsForward):
         inputs, grads = self.up.take_codes, self.down.take_codes and not _has_bias(self.down)
         amax_E = _amax_by_expert(input_SK, expert_S, num_experts) if inputs else input_SK.new_zeros(num_experts)
         num_E = torch.bincount(expert_S, minlength=num_experts)
-        are_in_codes = torch.tensor([inputs, grads], dtype=torch.float32).to(num_E.device, non_blocking=True)
-        own = torch.cat([num_E.float(), are_in_codes, amax_E.float()])
+        are_in_codes = [amax_E.new_full((1,), is_in_codes, dtype=torch.float32) for is_in_codes in (inputs, grads)]
+        own = torch.cat([num_E.float(), *are_in_codes, amax_E.float()])
         gathered_RN = self.axis.start_gather(own).wait()
         numbers_RN = gathered_RN[:, : num_experts + 2].long().tolist()
         inputs_agree, grads_agree = (all(numbers[place] for numbers in numbers_RN) for place in (-2, -1))

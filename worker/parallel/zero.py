@@ -353,7 +353,8 @@ class _GatheredMatrices:
         """Return updates with each matrix that some rank has a gradient of, in the order of the groups. The host waits."""
         groups = self._optimizer.param_groups  # others since a state dict was loaded
         matrices = [(piece, group) for group in groups for piece in group["params"] if piece in self._places]
-        marks = torch.tensor([piece.grad is not None for piece, _ in matrices], dtype=torch.float32, device=self._axis.device)
+        have_some, device = [piece.grad is not None for piece, _ in matrices], self._axis.device
+        marks = torch.tensor(have_some, dtype=torch.float32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         is_due = self._axis.max_(marks).tolist()
         due = [update for update, mark in zip(matrices, is_due, strict=True) if mark]
         return [*(update for update in updates if update[0] not in self._places), *due]
