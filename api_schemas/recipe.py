@@ -31,6 +31,11 @@ class RecipeSpec(Contract):
     amax_compute_algorithm: Literal["max", "most_recent"] = "max"
     high_precision_gemms: tuple[GemmName, ...] = Field(default=(), description="products left in bf16")
     fp8_in_evaluation: bool = Field(default=True, description="false: evaluation computes in bf16")
+    fast_grad_input: bool = Field(
+        default=False,
+        description="sum the input's gradient by Hopper's fast accumulation, as outputs are; tensor scales only. On "
+        "a CPU, and in our kernel for experts, it changes nothing",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -45,6 +50,11 @@ class RecipeSpec(Contract):
         RECIPE.check_part("precision.recipe", self)
         return self
 
+    @property
+    def grad_input_in_bf16(self) -> bool:
+        """True if the product of the input's gradient is left in bf16."""
+        return "grad_input" in self.high_precision_gemms
+
     def __str__(self) -> str:
         """Describe the recipe in one line, for people."""
         parts = [f"{self.format}, {self.granularity} scales, {self.scaling}"]
@@ -53,4 +63,5 @@ class RecipeSpec(Contract):
         parts += [f"margin {self.margin}"] if self.margin else []
         parts += [f"{', '.join(self.high_precision_gemms)} in bf16"] if self.high_precision_gemms else []
         parts += [] if self.fp8_in_evaluation else ["evaluation in bf16"]
+        parts += ["fast accumulation for grad_input"] if self.fast_grad_input else []
         return "; ".join(parts)

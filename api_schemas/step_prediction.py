@@ -24,6 +24,7 @@ class _Rates(NamedTuple):
     """Shares of the device's peaks, bytes per element of each memory-bound pass, and what a step cannot hide.
 
     recomputed: forward passes that selective checkpointing repeats. input_, grad_output_bytes: of quantization.
+    fast_product: the time of a product with fast accumulation, in FP8, as a share of the product's time by `fp8`.
     """
 
     bf16: float
@@ -38,10 +39,11 @@ class _Rates(NamedTuple):
     recomputed: int
     hides_wire: bool
     launch_s: float
+    fast_product: float
 
 
-_BEST = _Rates(0.79, 0.72, 0.75, 1.0, 1.0, 78, 8, 3, 3, 0, True, 0.0)
-_WORST = _Rates(0.59, 0.44, 0.35, 0.92, 0.8, 192, 26, 7, 6, 1, False, 2e-6)
+_BEST = _Rates(0.79, 0.72, 0.75, 1.0, 1.0, 78, 8, 3, 3, 0, True, 0.0, 1.0)
+_WORST = _Rates(0.59, 0.44, 0.35, 0.92, 0.8, 192, 26, 7, 6, 1, False, 2e-6, 1 / 1.1)
 """Sources, of the best and the worst figure.
 
 bf16: 785 of 989 TFLOP/s on an H200 SXM, and 585 on an H100 of 500 W (`benchmarks/gpu/roofline.py`).
@@ -53,6 +55,7 @@ twice that file's 96 at bf16 for eager kernels, rotation and a wider MLP (assume
 logits_bytes: by token and word of the vocabulary, 8 in `benchmarks/scaling.py`; 26 where the loss copies them to fp32.
 input_bytes, grad_output_bytes: read once and written; `benchmarks/gpu/roofline.py` with an amax and a transposed copy.
 launch_s: `benchmarks/gpu/roofline.py`; a GPU under graphs does not wait for its host.
+fast_product: none faster than `fp8`, and the least gain in pytorch/ao#2377 (1.1 to 1.2 times as fast).
 """
 WEIGHT_BYTES = 12
 """Read in fp32 and written in bf16, in both passes of a micro-batch (`bf16_work` of `benchmarks/gpu/roofline.py`)."""
@@ -103,7 +106,9 @@ def _products_s(spec: JobSpec, sizes: GPTSizes | LlamaSizes, device: DeviceRates
     num_fp8 = sum(math.prod(shape.shape) for shape in _fp8_shapes(spec, sizes))
     linear, full = sizes.flops_per_token(0), sizes.flops_per_token(spec.training.sequence_length)
     per_weight = 6 if spec.adapter is None else 4
-    in_fp8_s = per_weight * num_fp8 / (device.flops * device.fp8 * rates.fp8)
+    recipe = spec.precision.resolved_recipe
+    grad_input = rates.fast_product if recipe is not None and recipe.fast_grad_input else 1.0
+    in_fp8_s = (per_weight - 2 + 2 * grad_input) * num_fp8 / (device.flops * device.fp8 * rates.fp8)
     in_bf16_s = per_weight * (linear / 6 - num_fp8) / (device.flops * rates.bf16)
     attention_s = (full - linear) * ATTENTION_FLOPS / (device.flops * rates.attention)
     return _tokens(spec) * _again(spec, rates) * (in_fp8_s + in_bf16_s + attention_s)

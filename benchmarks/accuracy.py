@@ -15,7 +15,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.curves import Run, Setting, draw, gap, load_source_text, mean_curve, train_curve
 from benchmarks.figures import OUT, Figure, add_write_option, write
+from benchmarks.hopper_sums import hopper_sums
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models.llama import llama_sizes
 from octet.api_schemas.paired import START_CHANGE, Interval, gaps, moved_by_chance, why_not_calm
@@ -49,7 +50,8 @@ def small_llama(hidden_size: int = 128, num_layers: int = 3, **changes: Any) -> 
 class Variant:
     """A level, with options of `PrecisionSpec` that change one ingredient, or with an option that saves memory.
 
-    as_accelerator: layers return 16 bits, and sums between them are fp32, as on an accelerator.
+    as_accelerator: layers return 16 bits, and sums between them are fp32, as on an accelerator. as_hopper: products in FP8 are
+    summed as in its tensor cores (`hopper_sums`).
     """
 
     level: str
@@ -57,6 +59,7 @@ class Variant:
     saves_in_fp8: bool = False
     residual_in_bf16: bool = False
     as_accelerator: bool = False
+    as_hopper: bool = False
 
 
 def _te(**recipe: Any) -> Variant:
@@ -74,6 +77,8 @@ VARIANTS: Mapping[str, Variant] = {name: Variant(name) for name in LEVELS} | {
     "O3-split-wide-gradient": Variant("O3-split", {"gradient_accumulation": "fp32"}),
     "O2-saved-fp8": Variant("O2", saves_in_fp8=True),
     "O2-accelerator": Variant("O2", as_accelerator=True),
+    "O2-hopper": Variant("O2", as_hopper=True),
+    "O2-hopper-fast": Variant("O2", {"recipe": RecipeSpec(fast_grad_input=True)}, as_hopper=True),
     "O2-residual-bf16": Variant("O2", residual_in_bf16=True, as_accelerator=True),
 }
 CONTRASTS = (
@@ -89,6 +94,8 @@ CONTRASTS = (
     ("O2", "O2-wide-gradient", "gradients in fp32"),
     ("O2", "O2-saved-fp8", "what blocks keep for the backward pass in FP8"),
     ("O2", "O2-accelerator", "activations in bf16, as on an accelerator"),
+    ("O2", "O2-hopper", "the shorter sums of Hopper's tensor cores"),
+    ("O2-hopper", "O2-hopper-fast", "fast accumulation for gradients of inputs"),
     ("O2-accelerator", "O2-residual-bf16", "the residual stream, and what norms return, in bf16"),
     ("O2", "O3", "E4M3 weights with an FP16 master"),
     ("O2", "O3-split", "E4M3 weights with an INT8 residual"),
@@ -115,7 +122,10 @@ class Runs:
             return Run(**json.loads(kept.read_text()))
         trained = VARIANTS[variant]
         savings = {"saves_in_fp8": trained.saves_in_fp8, "residual_in_bf16": trained.residual_in_bf16}
-        with cpu_as_accelerator() if trained.as_accelerator else nullcontext():
+        with ExitStack() as stack:
+            for is_wanted, enter in ((trained.as_accelerator, cpu_as_accelerator), (trained.as_hopper, hopper_sums)):
+                if is_wanted:
+                    stack.enter_context(enter())
             run = replace(train_curve(trained.level, setting, self.data, **savings, **trained.options), level=variant)
         kept.write_text(json.dumps(asdict(run)))
         return run
@@ -175,7 +185,7 @@ def table(by_variant: Mapping[str, Sequence[Run]], changed_start: Sequence[Run],
 
 
 def figures(by_variant: Mapping[str, Sequence[Run]], setting: Setting) -> list[Figure]:
-    """Return each level's mean gap to fp32."""
+    """Return each level's mean gap to fp32, and the differences of CONTRASTS."""
     model, references = setting.build_model(), final_losses(by_variant["fp32"])
     num_parameters = sum(each.numel() for each in model.parameters())
     trained = f"{type(model).__name__} of {num_parameters:,} parameters, {setting.steps} steps, {len(references)} seeds"
@@ -186,6 +196,11 @@ def figures(by_variant: Mapping[str, Sequence[Run]], setting: Setting) -> list[F
             values = f"{gap_to_fp32.mean * 100:+.2f}", f"± {gap_to_fp32.half_width * 100:.2f}"
             name = f"accuracy: {variant}, gap of the final loss to fp32, {trained} (%)"
             found.append(Figure(name, *values, f"<= {limit_of(variant) * 100:.2f}"))
+    for before, after, _ in CONTRASTS:
+        if before in by_variant and after in by_variant:
+            difference = Interval.of(gaps(final_losses(by_variant[after]), final_losses(by_variant[before])))
+            name = f"accuracy: {after} against {before}, difference of the final loss, {trained} (%)"
+            found.append(Figure(name, f"{difference.mean * 100:+.3f}", f"± {difference.half_width * 100:.3f}", ""))
     return found
 
 

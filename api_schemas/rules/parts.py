@@ -87,4 +87,20 @@ RECIPE = Table(
         why="a history keeps one amax per tensor",
         change="Set recipe.granularity to tensor, or recipe.scaling to current.",
     ),
+    Rule(
+        "precision.recipe.granularity",
+        when=(equals("precision.recipe.fast_grad_input", True),),
+        must=equals("precision.recipe.granularity", "tensor"),
+        allowed="tensor, with fast_grad_input",
+        why="products by other scales have no fast accumulation",
+        change="Set recipe.granularity to tensor, or recipe.fast_grad_input to false.",
+    ),
+    Rule(
+        "precision.recipe.high_precision_gemms",
+        when=(equals("precision.recipe.fast_grad_input", True),),
+        must=equals("precision.recipe.grad_input_in_bf16", False),
+        allowed="products without grad_input, with fast_grad_input",
+        why="a product in bf16 has no fast accumulation",
+        change="Take grad_input out of recipe.high_precision_gemms, or set recipe.fast_grad_input to false.",
+    ),
 )

@@ -45,6 +45,15 @@ def test_the_recipe_is_the_levels_unless_the_job_has_its_own() -> None:
         ({"level": "O2", "statistics_every": 0, "demotion": {}}, "demotion", "demotion only if statistics are sampled"),
         ({"level": "ao", "recipe": {"scaling": "delayed"}}, "recipe", "what torchao has: tensorwise"),
         ({"level": "O2", "recipe": {"scaling": "delayed", "granularity": "row"}}, "recipe.granularity", "tensor, if scaling"),
+        ({"level": "O2", "recipe": {"fast_grad_input": True, "granularity": "row"}}, "recipe.granularity", "tensor, with fast"),
+        ({"level": "te", "recipe": {"fast_grad_input": True, "granularity": "mx"}}, "recipe.granularity", "tensor, with fast"),
+        (
+            {"level": "O2", "recipe": {"fast_grad_input": True, "high_precision_gemms": ["grad_input"]}},
+            "recipe.high_precision_gemms",
+            "products without grad_input",
+        ),
+        ({"level": "ao", "recipe": {"fast_grad_input": True}}, "recipe", "what torchao has: tensorwise"),
+        ({"level": "bf16-amp", "recipe": {"fast_grad_input": True}}, "recipe", "recipe at level te, ao, O1"),
         (
             {"level": "ao", "recipe": {"granularity": "row", "format": "E4M3"}, "torchao": {"fsdp_float8_all_gather": True}},
             "torchao",
@@ -70,6 +79,7 @@ def test_a_precision_with_every_field_written_out_is_read_again(level: str) -> N
     ("document", "words"),
     [
         ({}, "HYBRID, tensor scales, current"),
+        ({"fast_grad_input": True}, "HYBRID, tensor scales, current; fast accumulation for grad_input"),
         ({"granularity": "block", "format": "E4M3", "margin": 1}, "E4M3, block scales, current; margin 1"),
         (
             {"scaling": "delayed", "high_precision_gemms": ["grad_weight"], "fp8_in_evaluation": False},

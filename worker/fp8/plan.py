@@ -82,8 +82,8 @@ def plan_of(
     is_plain = not is_sampled and not keeps_products and not high_precision and activation is None
     kinds = {recipe.input.kind, recipe.weight.kind, recipe.grad_output.kind}
     return LinearPlan(
-        formats=LinearFormats(*operands, None, is_transposed),
-        after_activation=LinearFormats(*operands, activation, is_transposed),
+        formats=LinearFormats(*operands, None, is_transposed, recipe.fast_grad_input),
+        after_activation=LinearFormats(*operands, activation, is_transposed, recipe.fast_grad_input),
         high_precision=high_precision,
         held_as=held_as,
         holds_codes=held_as not in (HeldAs.VALUES, HeldAs.GATHERED),

@@ -26,6 +26,7 @@ class Recipe:
     interval: int = 1
     high_precision: frozenset[GemmName] = frozenset()
     fp8_in_evaluation: bool = True
+    fast_grad_input: bool = False
 
     def __post_init__(self) -> None:
         """Refuse operands that no kernel multiplies, and histories of anything but tensors. ValueError."""
@@ -60,6 +61,7 @@ class Recipe:
             interval=spec.interval,
             high_precision=frozenset(spec.high_precision_gemms),
             fp8_in_evaluation=spec.fp8_in_evaluation,
+            fast_grad_input=spec.fast_grad_input,
         )
 
     def operands(self) -> Mapping[str, OperandFormat]:
@@ -80,6 +82,7 @@ class Recipe:
             f"{gemm}: bf16" if gemm in self.high_precision else f"{gemm}: {left} x {right}"
             for gemm, (left, right) in self.products().items()
         ]
+        by_gemm += ["grad_input with fast accumulation"] if self.fast_grad_input else []
         kinds = {name: operand.kind for name, operand in self.operands().items()}
         granularities = {kind.granularity for kind in kinds.values()}
         scales = (

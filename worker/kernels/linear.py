@@ -117,7 +117,7 @@ def gradients_by(kernels: Any) -> Function:
         if sides != "columns":
             assert weight is not None
             operand_KN = _weight_operand(kernels, weight, formats, "rows" if formats.is_transposed else "columns")
-            gradients.append(matmul(rows, operand_KN, dtypes[0], False))
+            gradients.append(matmul(rows, operand_KN, dtypes[0], formats.fast_grad_input))
         if sides != "rows":
             assert input is not None
             input_KT = _input_columns(kernels, input, formats)

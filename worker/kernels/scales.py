@@ -129,7 +129,8 @@ class LinearFormats:
     """The formats in which the operands of a linear layer's three products become codes.
 
     activation: one of ACTIVATIONS, applied to the input before it is quantized. is_transposed: the
-    weight is stored as (K, N). text: these formats as the string that an op takes.
+    weight is stored as (K, N). fast_grad_input: the input's gradient is summed by Hopper's shorter
+    accumulator, as outputs are. text: these formats as the string that an op takes.
     """
 
     input: OperandFormat = OperandFormat()
@@ -138,6 +139,7 @@ class LinearFormats:
     margin: int = 0
     activation: str | None = None
     is_transposed: bool = False
+    fast_grad_input: bool = False
     text: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,20 +147,21 @@ class LinearFormats:
         operands = (self.input, self.weight, self.grad_output)
         words = [f"{operand} {operand.kind.value}" for operand in operands]
         words += [f"margin {self.margin}", f"after {self.activation}" if self.activation else "as it is"]
-        object.__setattr__(self, "text", "; ".join([*words, "stored KN" if self.is_transposed else "stored NK"]))
+        words += ["stored KN" if self.is_transposed else "stored NK", "fast" if self.fast_grad_input else "precise"]
+        object.__setattr__(self, "text", "; ".join(words))
 
     @staticmethod
     @cache
     def parse(text: str) -> "LinearFormats":
         """Read what `text` says."""
-        *operands, margin, activation, stored = text.split("; ")
+        *operands, margin, activation, stored, grad_input = text.split("; ")
         named = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
         input, weight, grad_output = (
             OperandFormat(named[name], ScaleKind(kind)) for name, _, kind in (each.partition(" ") for each in operands)
         )
         after = activation.removeprefix("after ") if activation.startswith("after ") else None
         amount = int(margin.removeprefix("margin "))
-        return LinearFormats(input, weight, grad_output, amount, after, stored == "stored KN")
+        return LinearFormats(input, weight, grad_output, amount, after, stored == "stored KN", grad_input == "fast")
 
 
 def scale_kind(granularity: str, block: tuple[int, int] | None = None) -> ScaleKind:

@@ -121,9 +121,10 @@ def test_a_margin_leaves_headroom() -> None:
 
 
 def test_the_recipe_prints_itself() -> None:
-    spec = RecipeSpec(scaling="delayed", amax_history_length=32, high_precision_gemms=("grad_weight",))
+    spec = RecipeSpec(scaling="delayed", amax_history_length=32, high_precision_gemms=("grad_weight",), fast_grad_input=True)
     assert str(Recipe.resolve(spec)) == (
-        "output: e4m3 x e4m3; grad_input: e5m2 x e4m3; grad_weight: bf16; tensor scales, delayed over 32 steps"
+        "output: e4m3 x e4m3; grad_input: e5m2 x e4m3; grad_weight: bf16; grad_input with fast accumulation; "
+        "tensor scales, delayed over 32 steps"
     )
 
 

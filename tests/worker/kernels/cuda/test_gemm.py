@@ -1,13 +1,20 @@
 """Products: the backend of each, the layouts of its operands and scales, and the Triton kernel's quality per tile."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from octet.worker.kernels import ScaledCodes, ScaleKind, reference
+from octet.api_schemas.levels import LEVELS
+from octet.api_schemas.recipe import RecipeSpec
+from octet.worker.fp8.linear import Float8Linear
+from octet.worker.fp8.recipe import Recipe
+from octet.worker.fp8.weights import encode_weight
+from octet.worker.kernels import ScaledCodes, ScaleKind, library, reference
 from octet.worker.kernels.cuda import gemm, language, mx
 from octet.worker.kernels.cuda.gemm import HOPPER, Plan, plan
 from octet.worker.kernels.scales import empty_operand_scale
@@ -180,6 +187,32 @@ class TestCublas:
             out = gemm.cublas_matmul(left, right, BF16, False)
         assert out.shape == (num_rows, num_out)
         assert out.dtype == BF16
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.skipif(DEVICE == "cuda", reason="overrides the ops of a CPU")
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("level", ["te", "O2", "O3"])
+def test_fast_accumulation_reaches_torch(level: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`use_fast_accum` of torch._scaled_mm: the output's is set, an input gradient's if asked for."""
+    asked: list[tuple[tuple[int, ...], bool]] = []
+
+    def scaled_mm(*operands: Tensor, use_fast_accum: bool, **options: Any) -> Tensor:
+        out = torch._scaled_mm(*operands, use_fast_accum=use_fast_accum, **options)
+        asked.append((tuple(out.shape), use_fast_accum))
+        return out
+
+    monkeypatch.setattr(gemm, "scaled_mm", scaled_mm)
+    ops = torch.library.Library("octet", "IMPL")
+    try:
+        library.run_triton_on("CPU", ops)
+        linear = nn.Linear(32, 48, bias=False)
+        recipe = Recipe.resolve(RecipeSpec(fast_grad_input=is_fast))
+        layer = Float8Linear(linear, recipe, encode_weight(linear.weight, LEVELS[level]))
+        layer(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    finally:
+        ops._destroy()
+    assert asked == [((16, 48), True), ((16, 32), is_fast), ((48, 32), False)]
 
 
 class TestLayouts:
