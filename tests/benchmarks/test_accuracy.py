@@ -26,7 +26,7 @@ def test_it_measures_chance_then_levels(tmp_path: Path, capsys: pytest.CaptureFi
         "--hidden-size",
         "32",
         "--levels",
-        "te,O2",
+        "O2,O2-hopper,O2-hopper-fast",
         "--runs",
         str(tmp_path / "runs"),
         "--out",
@@ -35,8 +35,8 @@ def test_it_measures_chance_then_levels(tmp_path: Path, capsys: pytest.CaptureFi
     assert accuracy.main(arguments) in (0, 1)
     report = capsys.readouterr().out
     assert "the setting is calm" in report
-    assert "| te | O2 | these, and moments" in report
-    assert len(list((tmp_path / "runs").iterdir())) == 8
+    assert "| O2-hopper | O2-hopper-fast | fast accumulation" in report
+    assert len(list((tmp_path / "runs").iterdir())) == 10
     assert [path.suffix for path in sorted(tmp_path.glob("*-accuracy.*"))] == [".md", ".png"]
 
 

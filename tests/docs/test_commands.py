@@ -118,6 +118,9 @@ ELSEWHERE = {
     ),
     r"vllm serve .*": Elsewhere("docs/serving.md", "have neither server", "vLLM"),
     r"python -m sglang\.launch_server .*": Elsewhere("docs/serving.md", "have neither server", "SGLang"),
+    r"python -m benchmarks\.accuracy --seeds 5 --levels O2-hopper,.*": Elsewhere(
+        "tests/benchmarks/test_accuracy.py", '"O2,O2-hopper,O2-hopper-fast"'
+    ),
     r"python -m benchmarks\.gpu\.roofline .*": Elsewhere("tests/worker/fp8/test_speedups.py", "as_text([computed_table()])"),
 }
 """Commands executed elsewhere, by regular expression."""
