@@ -46,6 +46,7 @@ def test_every_option_of_transformer_engine() -> None:
         "amax_compute_algorithm": "max",
         "high_precision_gemms": ("output", "grad_weight"),
         "fp8_in_evaluation": True,
+        "fast_grad_input": False,
     }
 
 
