@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 
 from octet.api_schemas.models.gpt import gpt_sizes
+from octet.api_schemas.models.llama import llama_sizes
 from octet.worker import initialize
 from octet.worker.fp8.accelerator import cpu_as_accelerator
 from octet.worker.models.gpt import GPT
+from octet.worker.models.llama import Llama
 from octet.worker.prepare.blocks import compile_blocks
 from tests.chip.inductor import triton_of_inductor
 from tests.chip.programs import checked
@@ -35,6 +38,10 @@ CASES = [
     for family in ("gpt", "llama")
     for level in ("te", "O2", "O3-split")
 ]
+WIDE: dict[str, Callable[[], Any]] = {
+    "gpt": lambda: GPT(gpt_sizes(1024, 1, 8, 64, 256)),
+    "llama": lambda: Llama(llama_sizes((1024, 2816), 1, (8, 4), 64, 256, tied=True)),
+}
 
 
 def trained(family: str, level: str, *, is_compiled: bool = False) -> list[Tensor]:
@@ -81,13 +88,20 @@ def test_a_kernel_that_masks_what_it_should_add_up_is_found() -> None:
     assert difference(compiled, exact) > 1.5 * difference(eager, exact)
 
 
-@pytest.mark.system
-def test_kernels_of_a_wide_block_spill_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "level"),
+    [
+        pytest.param("gpt", "O2", marks=pytest.mark.system),
+        pytest.param("gpt", "te", marks=pytest.mark.matrix),
+        pytest.param("llama", "te", marks=pytest.mark.matrix),
+    ],
+)
+def test_kernels_of_a_wide_block_spill_nothing(tmp_path: Path, family: str, level: str) -> None:
     """Generated for 1,024 features, and launched nowhere: the values are of no use."""
     tokens = torch.zeros(2, 257, dtype=torch.int64)
     with cpu_as_accelerator(), triton_of_inductor(tmp_path, runs=False) as launched:
-        model: Any = GPT(gpt_sizes(1024, 1, 8, 64, 256))
-        model, _ = initialize(model, opt_level="O2", statistics_every=0)
+        model: Any = WIDE[family]()
+        model, _ = initialize(model, opt_level=level, statistics_every=0)
         compile_blocks(model)
         model.loss({"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}).loss.backward()
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
