@@ -354,6 +354,9 @@ def attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Take values that are narrower than keys, as CUDA's kernels do; a CPU's would make a mask on the host."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        mask = kwargs.get("attn_mask")
+        if isinstance(mask, biases.CausalBias):  # which looks for torch's own function, not for this one
+            return biases.CausalBias._dispatch(query, key, value, **kwargs)
         missing = key.shape[-1] - value.shape[-1]
         if missing <= 0:
             return original(query, key, value, *args, **kwargs)
