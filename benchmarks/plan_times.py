@@ -2,9 +2,10 @@
 
     python -m benchmarks.plan_times [--rounds 3] [--write]
 
-No job repeats another's trace: those of the first plan have another length of sequences. "Cold" holds the start of the
-process, and "asked" is the job's own level, which comes first: its peak, and then the largest micro-batch. Of the rest the last
-peak is timed; what is not there within the deadline of a plan is asked for again.
+No job repeats another's trace: those of the first plans have other lengths of sequences. "Cold" holds the start of the
+process, which warms itself before the plan that is next and not timed. "Asked" is the job's own level, which comes first: its
+peak, and then the largest micro-batch. Of the rest the last peak is timed; what is not there within the deadline of a plan is
+asked for again.
 """
 
 import argparse
@@ -33,15 +34,13 @@ JOBS: dict[str, dict[str, Any]] = {
         "parallelism": {"tensor": 8, "pipeline": 8},
     },
 }
-SHORTER = 2
-"""The length of a sequence in the plans that start a process, divided by this."""
 
 
-def job_of(name: str, *, shorter: bool) -> JobSpec:
-    """Return a job of the table at O2, which no preset's peaks answer."""
+def job_of(name: str, shorter: int = 1) -> JobSpec:
+    """Return a job of the table at O2, which no preset's peaks answer. shorter: divides the length of its sequences."""
     spec = {"name": "planned", "precision": {"level": "O2"}, "data": {"source": "tokens", "path": "/data"}, **JOBS[name]}
     training = {"steps": 100} | spec["training"]
-    training["sequence_length"] //= SHORTER if shorter else 1
+    training["sequence_length"] //= shorter
     return JobSpec.model_validate(spec | {"training": training})
 
 
@@ -70,9 +69,10 @@ def measure(name: str) -> dict[str, float]:
     """Plan a job with a process of its own; returns seconds by what was planned."""
     planning = Planning(Settings())
     try:
-        cold, cold_all = timed(planning, PlanRequest(job=job_of(name, shorter=True)))
-        warm, warm_all = timed(planning, PlanRequest(job=job_of(name, shorter=False)))
-        others, _ = timed(planning, PlanRequest(job=job_of(name, shorter=False), levels=tuple(LEVELS)))
+        cold, cold_all = timed(planning, PlanRequest(job=job_of(name, shorter=2)))
+        timed(planning, PlanRequest(job=job_of(name, shorter=4)))
+        warm, warm_all = timed(planning, PlanRequest(job=job_of(name)))
+        others, _ = timed(planning, PlanRequest(job=job_of(name), levels=tuple(LEVELS)))
         return {
             "asked level, cold": cold,
             "asked level with its largest micro-batch, cold": cold_all,

@@ -25,6 +25,7 @@ from octet.api_schemas.peak import Peak
 from octet.api_schemas.plan import TraceReply, TraceRequest, trace_key
 from octet.worker.models.huggingface import transformers
 from octet.worker.planning.curve import Moment
+from octet.worker.planning.fake_gpu import fake_gpu
 from octet.worker.planning.moments import Tracing, counts, depth_of, peak_of, traces_of
 from octet.worker.planning.trace import NotTraced, Trace, check, find_network, trace
 
@@ -97,6 +98,7 @@ class Planner:
         """By the descriptor of the process."""
         self.kept: dict[str, list[Tracing]] = {}
         """Traces that are complete, in the order of their numbers of sequences, by the key of any depth."""
+        self.is_warm = False
         self._unread = b""
 
     def run(self) -> None:
@@ -111,6 +113,9 @@ class Planner:
                     self._reap(key.fd)
             while self.waiting and len(self.children) < min(os.cpu_count() or 1, MOST_CHILDREN):
                 self._start(*self.waiting.pop(0))
+            if not (self.children or self.waiting or self.is_warm) and stdin in self.selector.get_map():
+                self.is_warm = True
+                warm_up()
 
     def _read(self, stdin: int) -> None:
         chunk = os.read(stdin, 1 << 16)
@@ -260,13 +265,10 @@ def _read(tracing: Any) -> Tracing:
 
 
 def warm_up() -> None:
-    """Trace two small jobs, so that children have what a step loads, and know its ops. It is half a second less for each.
+    """Trace two small jobs, so that later children have what a step loads, and know its ops: up to half a second less for each.
 
-    torch starts a thread for each device at the first backward pass, after which a child cannot pass backward: the first one
-    comes before there is a device.
+    The first plan of a process does not wait for it.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.zeros((), requires_grad=True).backward()
     for model, parallelism in WARM_UP.items():
         sizes = {"hidden_size": 1024, "num_layers": 4, "num_heads": 8, "vocab_size": 1024, "max_sequence_length": 128}
         grouped = {"num_key_value_heads": 4, "intermediate_size": 2048} if model == "llama" else {}
@@ -281,10 +283,17 @@ def warm_up() -> None:
             "resources": {"workers": workers},
         }
         trace(JobSpec.model_validate(job), 2, 1)
+    gc.collect()
+    gc.freeze()
 
 
 def main() -> int:
-    warm_up()
+    # torch starts a thread for each device at the first backward pass, and a child cannot pass backward once there is one. So
+    # the first pass comes before there is a device.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.zeros((), requires_grad=True).backward()
+    with fake_gpu():
+        pass  # torch loads its compiler with the first fake tensors, for a second and a half that each child would take
     gc.collect()
     gc.freeze()
     Planner().run()
