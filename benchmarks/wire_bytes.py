@@ -105,7 +105,7 @@ class _HostReads(TorchDispatchMode):
     """Answer the host's reads of fake tensors, which have no values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = answer_host(func, args, kwargs or {})
+        result = answer_host(self, func, args, kwargs or {})
         return func(*args, **(kwargs or {})) if result is NotImplemented else result
 
 
