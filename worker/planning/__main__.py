@@ -1,4 +1,4 @@
-"""Trace jobs on request: `python -m octet.worker.planning` reads one JSON line for each and answers one.
+"""Trace jobs on request: `python -m octet.worker.planning` reads a JSON line for each and answers one or two.
 
 Everything is loaded once. Each trace of a job is made by a forked child with limits of time and memory, so that nothing it does
 stays, and a job's children run side by side. Those with its own micro-batch come first, and with them the peak is known; those
