@@ -61,6 +61,13 @@ class Curve(LiveBytes):
         """The identity of each parameter's gradient, when it was last looked at."""
         self._num_looked_at, self._is_new = 0, False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to keep the compiler out takes as long as a short op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.follow(func, types, args, kwargs)
+
     def begin_step(self, model: nn.Module, optimizer: Any) -> None:
         """Begin a step with what is alive."""
         pieces: dict[Tensor, nn.Parameter] = getattr(optimizer, "pieces", {})

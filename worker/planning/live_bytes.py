@@ -79,10 +79,6 @@ class LiveBytes(TorchDispatchMode):
         self._at: tuple[int, Callable[[], None]] | None = None
         self._depth = 0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and to keep the compiler out takes as long as a short op
-
     def __enter__(self) -> Self:
         if not self._depth:
             self._resize = mock.patch.object(torch.UntypedStorage, "resize_", self._resized(torch.UntypedStorage.resize_))
@@ -103,6 +99,10 @@ class LiveBytes(TorchDispatchMode):
         self.phase = "forward"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.follow(func, types, args, kwargs)
+
+    def follow(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op and count what it allocates: a mode's work."""
         if any(map(_is_made_of_tensors, types)):
             return NotImplemented  # the subclass runs on plain tensors, and these come back here; its own storage has no memory
         self.before_op()

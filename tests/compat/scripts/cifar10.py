@@ -56,9 +56,15 @@ def main():
         accuracy = (engine(images.to(engine.device)).argmax(dim=1) == labels.to(engine.device)).float().mean()
     weights = sum(float(value.float().sum()) for value in engine.module.state_dict().values())
     rank = torch.distributed.get_rank()
-    print(f"rank {rank} loss {loss.item():.4f} accuracy {accuracy:.4f} steps {engine.global_steps} lr {engine.get_lr()[0]:.2e}")
-    print(f"rank {rank} weight {type(engine.module.fc1.weight).__name__} codes {engine.module.fc1.weight.codes.dtype}")
-    print(f"rank {rank} level {engine.module.octet_report.level} weights {weights!r}")
+    # Each line is one write: beside another rank's, print's own end of a line is a second.
+    print(
+        f"rank {rank} loss {loss.item():.4f} accuracy {accuracy:.4f} steps {engine.global_steps} lr {engine.get_lr()[0]:.2e}\n",
+        end="",
+    )
+    print(
+        f"rank {rank} weight {type(engine.module.fc1.weight).__name__} codes {engine.module.fc1.weight.codes.dtype}\n", end=""
+    )
+    print(f"rank {rank} level {engine.module.octet_report.level} weights {weights!r}\n", end="")
     if args.save:
         engine.save_checkpoint(args.save, client_state={"epochs": args.epochs})
     torch.distributed.destroy_process_group()

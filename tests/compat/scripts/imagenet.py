@@ -113,8 +113,9 @@ def main():
     with torch.no_grad():
         accuracy = (model_without_ddp(samples.to(device)).argmax(dim=1) == targets.to(device)).float().mean()
     weights = sum(float(value.float().sum()) for value in model_without_ddp.state_dict().values())
-    print(f"rank {rank} loss {args.accumulation_steps * loss.item():.4f} norm {norm:.4f} accuracy {accuracy:.4f}")
-    print(f"rank {rank} head {type(model_without_ddp.head).__name__} weights {weights!r}")
+    # Each line is one write: beside another rank's, print's own end of a line is a second.
+    print(f"rank {rank} loss {args.accumulation_steps * loss.item():.4f} norm {norm:.4f} accuracy {accuracy:.4f}\n", end="")
+    print(f"rank {rank} head {type(model_without_ddp.head).__name__} weights {weights!r}\n", end="")
     if is_distributed:
         dist.destroy_process_group()
 
