@@ -1,6 +1,7 @@
 """Inductor's own Triton kernels without a GPU: generated with a Hopper's properties, and executed by Triton's interpreter.
 
-Functions of CUDA's libdevice, which only a compiler has, are torch's. Kernels that were kept in a folder are compiled for
+Functions of CUDA's libdevice, which only a compiler has, are torch's, and so is the cast from fp32 to bf16: the interpreter's
+cuts bits off, where a GPU rounds to nearest even. Kernels that were kept in a folder are compiled for
 compute capability 9.0 by
 
     python -m tests.chip.inductor FOLDER
@@ -41,6 +42,7 @@ LIBDEVICE: dict[str, Callable[..., torch.Tensor]] = {
     **{"isnan": torch.isnan, "isinf": torch.isinf, "nearbyint": torch.round, "pow": torch.pow, "ldexp": torch.ldexp},
     "ilogb": lambda x: torch.frexp(x)[1] - 1,
 }
+CAST = interpreter.InterpreterBuilder.cast_impl
 
 
 def on_arrays(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
@@ -54,6 +56,14 @@ def on_arrays(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         return tl.tensor(handle, operands[0].type.with_element_ty(kind) if operands[0].type.is_block() else kind)
 
     return call
+
+
+def cast(builder: Any, source: Any, wanted: Any) -> Any:
+    """Take the place of the interpreter's cast."""
+    if source.dtype.scalar != tl.float32 or wanted.scalar != tl.bfloat16:
+        return CAST(builder, source, wanted)
+    rounded = torch.from_numpy(np.array(source.data)).to(torch.bfloat16)
+    return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
 
 
 @contextmanager
@@ -88,6 +98,7 @@ def triton_of_inductor(
             (DeviceProperties, "create", lambda _device: HOPPER),
             (AsyncCompile, "triton", compile_kept),
             (CachingAutotuner, "run", run),
+            (interpreter.InterpreterBuilder, "cast_impl", cast),
             (triton_helpers, "set_driver_to_cpu", lambda: None),
             (triton_helpers, "max2", lambda x, dim: tl.max(x, dim)),
             *((triton_helpers.libdevice, name, on_arrays(function)) for name, function in LIBDEVICE.items()),

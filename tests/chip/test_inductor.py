@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from octet.worker.models.llama import Llama
 from octet.worker.prepare.blocks import compile_blocks
 from tests.chip.inductor import triton_of_inductor
 from tests.chip.programs import checked
-from tests.kit.families import FAMILIES, batch_of
+from tests.kit.families import FAMILIES
 from tests.worker.kernels.cuda.test_compiles import check_resources
 
 ROOT = Path(__file__).parents[2]
@@ -44,17 +45,27 @@ WIDE: dict[str, Callable[[], Any]] = {
 }
 
 
-def trained(family: str, level: str, *, is_compiled: bool = False) -> list[Tensor]:
-    """Take two steps. Returns the loss and the gradients of the second."""
+NUM_STARTS = 8
+"""By chance, one start's compiled blocks are up to 7 % further from fp32 than eager ones, or nearer."""
+
+
+def trained(family: str, level: str, start: int = 0, *, is_compiled: bool = False) -> list[Tensor]:
+    """Take two steps from a start of its own. Returns the loss and the gradients of the second."""
     torch.manual_seed(0)
     model: Any = FAMILIES[family]()
+    generator = torch.Generator().manual_seed(start)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, float(parameter.std()), generator=generator)
+    tokens = torch.randint(64, (2, 17), generator=generator)
     options: dict[str, Any] = {} if level == "fp32" else {"auto_filter": False, "statistics_every": 0}
     model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), level, **options)
     if is_compiled:
         assert compile_blocks(model) == 1
     found: list[Tensor] = []
     for _ in range(2):
-        loss = model.loss(batch_of(family)).loss
+        loss = model.loss({"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}).loss
         loss.backward()
         found = [loss.detach(), *((parameter.grad + 0).float() for parameter in model.parameters())]
         optimizer.step()
@@ -70,13 +81,19 @@ def difference(found: list[Tensor], exact: list[Tensor]) -> float:
 
 @pytest.mark.parametrize(("family", "level"), CASES)
 def test_compiled_blocks_are_as_near_to_fp32_as_eager_ones(family: str, level: str) -> None:
-    """Their kernels also run in a random order of programs, without races between them."""
+    """In the mean over starts, up to two standard errors.
+
+    Their kernels also run in a random order of programs, without races between them.
+    """
+    starts = range(NUM_STARTS)
     with cpu_as_accelerator():
-        exact, eager = trained(family, "fp32"), trained(family, level)
+        exact = [trained(family, "fp32", start) for start in starts]
+        eager = [difference(trained(family, level, start), exact[start]) for start in starts]
         with triton_of_inductor() as launched, checked():
-            compiled = trained(family, level, is_compiled=True)
+            compiled = [difference(trained(family, level, start, is_compiled=True), exact[start]) for start in starts]
     assert len(set(launched)) > 10
-    assert difference(compiled, exact) <= 1.05 * difference(eager, exact)
+    ratios = [math.log(one / other) for one, other in zip(compiled, eager, strict=True)]
+    assert statistics.mean(ratios) <= 2 * statistics.stdev(ratios) / math.sqrt(NUM_STARTS)
 
 
 @pytest.mark.matrix
@@ -88,14 +105,7 @@ def test_a_kernel_that_masks_what_it_should_add_up_is_found() -> None:
     assert difference(compiled, exact) > 1.5 * difference(eager, exact)
 
 
-@pytest.mark.parametrize(
-    ("family", "level"),
-    [
-        pytest.param("gpt", "O2", marks=pytest.mark.system),
-        pytest.param("gpt", "te", marks=pytest.mark.matrix),
-        pytest.param("llama", "te", marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.parametrize(("family", "level"), CASES)
 def test_kernels_of_a_wide_block_spill_nothing(tmp_path: Path, family: str, level: str) -> None:
     """Generated for 1,024 features, and launched nowhere: the values are of no use."""
     tokens = torch.zeros(2, 257, dtype=torch.int64)

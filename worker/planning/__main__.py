@@ -138,15 +138,21 @@ class Planner:
                 self._queue(plan)
 
     def _queue(self, plan: Plan) -> None:
-        """Let a plan wait. The job's own micro-batch comes before wider ones, on all ranks of its pipeline."""
+        """Let a plan wait. The job's own micro-batch comes before wider ones, on all ranks of its pipeline.
+
+        Of those, the trace of more blocks comes first: it takes longer, and the last ones end together.
+        """
         own, *wider = pieces_of(plan.request)
-        later = (
-            index
-            for index, (other, piece) in enumerate(self.waiting)
-            if piece.num_sequences > own[0].num_sequences and other.request.job == plan.request.job
-        )
-        place = next(later, len(self.waiting))
-        self.waiting[place:place] = [(plan, piece) for piece in own]
+
+        def is_own(other: Plan, piece: Piece) -> bool:
+            return piece.num_sequences == own[0].num_sequences and other.request.job == plan.request.job
+
+        jobs = [other.request.job for other, _ in self.waiting]
+        place = jobs.index(plan.request.job) if plan.request.job in jobs else len(jobs)
+        together = [*filter(lambda entry: is_own(*entry), self.waiting), *((plan, piece) for piece in own)]
+        together.sort(key=lambda entry: entry[1].num_blocks or 0, reverse=True)
+        self.waiting = [entry for entry in self.waiting if not is_own(*entry)]
+        self.waiting[place:place] = together
         self.waiting += [(plan, piece) for pieces in wider for piece in pieces]
 
     def _start(self, plan: Plan, piece: Piece) -> None:

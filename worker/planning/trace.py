@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from octet.api_schemas import JobSpec, tokens_per_sample
@@ -30,6 +30,8 @@ from octet.worker.optim import build_optimizer
 from octet.worker.optim.schedule import parameter_groups
 from octet.worker.parallel import Parallel, on_mesh, tensor
 from octet.worker.parallel.pipeline import parallel as pipeline_parallel
+from octet.worker.parallel.pipeline.split import split_of
+from octet.worker.parallel.pipeline.stage import parts_of
 from octet.worker.planning import network, stages
 from octet.worker.planning.curve import Curve, Moment
 from octet.worker.planning.fake_gpu import DEVICE_TYPE, fake_gpu, see_within
@@ -95,7 +97,10 @@ def trace(
         with live:
             whole = None if num_blocks is None else num_blocks * spec.layout.pipeline
             sizes = network.sizes_of(spec, config)
-            model, optimizer, parallel = _build(spec, sizes, network.build(spec, config, whole), rank, device)
+            model = network.build(spec, config, whole)
+            if spec.layout.pipeline > 1:
+                _empty_other_stages(model, spec, pipeline_rank)
+            model, optimizer, parallel = _build(spec, sizes, model, rank, device)
             if parallel.pipeline is not None:
                 gc.collect()  # modules of other stages that refer to each other
             batch = partial(network.batch_of, spec, sizes, num_sequences, device)
@@ -104,6 +109,17 @@ def trace(
                 return found
             traced = list(stages.order(spec.layout, pipeline_rank, num_traced))
             return found._replace(phases=stages.composed(found.phases, traced, wanted))
+
+
+def _empty_other_stages(model: nn.Module, spec: JobSpec, pipeline_rank: int) -> None:
+    """Leave a number in blocks of other stages, each of which trains something: a rank converts them and then drops them."""
+    names = split_of(model).blocks
+    own = {index for part in parts_of(spec.layout, pipeline_rank, len(names)).values() for index in part.blocks}
+    for index, name in enumerate(names):
+        if index not in own:
+            other = nn.Module()
+            other.register_parameter("weight", nn.Parameter(torch.empty(1, device="meta")))
+            model.set_submodule(name, other)
 
 
 def find_network(spec: JobSpec, config: Mapping[str, Any] | None) -> network.Found | None:

@@ -78,7 +78,7 @@ def keep_stages(split: ModelSplit, optimizer: torch.optim.Optimizer, layout: Lay
     parameters that other ranks than the first and the last share.
     """
     model, num_blocks = split.model, len(split.blocks)
-    ranks = [_parts(layout, rank, num_blocks) for rank in range(pipeline.size)]
+    ranks = [parts_of(layout, rank, num_blocks) for rank in range(pipeline.size)]
     tied, parts = _tied(split, ranks), ranks[pipeline.rank]
     held = keep_part(model, optimizer, split.absent(parts.values()))
     split.attach()
@@ -92,7 +92,7 @@ def keep_stages(split: ModelSplit, optimizer: torch.optim.Optimizer, layout: Lay
     )
 
 
-def _parts(layout: Layout, rank: int, num_blocks: int) -> dict[int, Part]:
+def parts_of(layout: Layout, rank: int, num_blocks: int) -> dict[int, Part]:
     """Return the stages of a rank of the pipeline axis."""
     return {
         stage: Part(layout.blocks(stage, num_blocks), stage == 0, stage == layout.num_stages - 1)
