@@ -5,7 +5,8 @@
 `stubbed_launches.py` says what runs. The levels take turns step by step, so that other load affects all of them equally; times
 are of the process's CPU. bf16-amp has torch's fused AdamW. The limits: O2 takes at most the host time
 of bf16-amp with compiled blocks, and 1.25 times that eagerly.
---recorded: steps are replayed as CUDA graphs, as a job's are on CUDA (`worker/train/step_graph.py`); a replay is one call.
+--recorded: steps of the levels, and of bf16-amp once more, are replayed as CUDA graphs, as a job's are (`step_graph.py`), where
+a replay is one call; bf16-amp's launched step stays the reference.
 On a loaded machine medians of steps tell little: --windows adds up the least times of each block's passes instead.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.figures import Figure, add_write_option, command_line, write
@@ -60,12 +61,12 @@ FAMILIES: dict[str, tuple[Any, Any, Any]] = {
     ),
 }
 """The model, the class of its blocks, and sizes."""
-OPTIMIZER = "optimizer"
+PHASES = ("forward", "backward", "optimizer")
+RECORDED = ", recorded"
 _WARM_UP_ROUNDS = WARM_UP_STEPS + 1
-"""What a recorded step needs before its first replay."""
+"""Rounds before a recorded step is replayed for the first time."""
 
 Phases = dict[str, Callable[[], Any]]
-"""Parts of a step, in their order. The last one is the optimizer's."""
 
 
 class Ops(TorchDispatchMode):
@@ -106,11 +107,12 @@ class StubbedRecorder:
         """Release nothing."""
 
 
-def phases_of(level: str, family: str = "gpt", *, compiled: bool, recorded: bool = False) -> Phases:
-    """Return the phases of a training step of a fresh model at the level. recorded: of one that is replayed."""
+def phases_of(name: str, family: str = "gpt", *, compiled: bool) -> Phases:
+    """Return the three phases of a training step of a fresh model. name: a level, or one with RECORDED behind it."""
+    level = name.removesuffix(RECORDED)
     build, _, sizes = FAMILIES[family]
     torch.manual_seed(0)
-    way = Way(level, level, own_optimizer=level != REFERENCE, options=in_fp8(level), graphed=recorded)
+    way = Way(level, level, own_optimizer=level != REFERENCE, options=in_fp8(level), graphed=name != level)
     with as_cuda_tensors():
         model, optimizer = prepare(build(sizes), way, sizes.max_sequence_length)
     if compiled:
@@ -118,15 +120,12 @@ def phases_of(level: str, family: str = "gpt", *, compiled: bool, recorded: bool
     parameters = list(model.parameters())
     tokens = torch.randint(0, 256, (1, sizes.max_sequence_length + 1))
     samples = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    losses: list[torch.Tensor] = []
 
     def clip(max_norm: float) -> Tensor:
         if isinstance(optimizer, LowBitOptimizer):
             return clip_grad_norm_(parameters, max_norm)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
-
-    if recorded:
-        return _recorded_phases(model, optimizer, samples, clip)
-    losses: list[torch.Tensor] = []
 
     def forward() -> None:
         losses.append(model.loss(samples).loss)  # type: ignore[operator]
@@ -136,13 +135,14 @@ def phases_of(level: str, family: str = "gpt", *, compiled: bool, recorded: bool
         optimizer.step()
         optimizer.zero_grad()
 
-    return {"forward": forward, "backward": lambda: losses.pop().backward(), OPTIMIZER: step}
+    if name.endswith(RECORDED):
+        return _replayed(StepGraph(model, optimizer, recorder=StubbedRecorder()), samples, clip)
+    return {"forward": forward, "backward": lambda: losses.pop().backward(), "optimizer": step}
 
 
-def _recorded_phases(
-    model: nn.Module, optimizer: torch.optim.Optimizer, samples: dict[str, Tensor], clip: Callable[[float], Tensor]
-) -> Phases:
-    graph, metrics = StepGraph(model, optimizer, recorder=StubbedRecorder()), Metrics()
+def _replayed(graph: StepGraph, samples: dict[str, Tensor], clip: Callable[[float], Tensor]) -> Phases:
+    """Return the phases of a step that is recorded and replayed: its passes, which are one recording, and the update."""
+    metrics = Metrics()
 
     def passes() -> None:
         graph.begin_step()
@@ -150,19 +150,19 @@ def _recorded_phases(
 
     def step() -> None:
         graph.update(clip, 1.0)
-        optimizer.zero_grad()
+        graph.optimizer.zero_grad()
         graph.after_step()
 
-    return {"passes": passes, OPTIMIZER: step}
+    return {"forward": passes, "backward": lambda: None, "optimizer": step}
 
 
 def take(phases: Phases) -> dict[str, float]:
     """Take one step; returns the CPU seconds of each phase."""
     taken = {}
-    for name, phase in phases.items():
-        with as_cuda_tensors() if name == OPTIMIZER else nullcontext():
+    for name in PHASES:
+        with as_cuda_tensors() if name == "optimizer" else nullcontext():
             began = time.process_time()
-            phase()
+            phases[name]()
             taken[name] = time.process_time() - began
     return taken
 
@@ -173,7 +173,7 @@ def measure(steps: dict[str, Phases], num_rounds: int) -> dict[str, dict[str, fl
     for _ in range(num_rounds + _WARM_UP_ROUNDS):
         rounds.append({level: take(phases) for level, phases in steps.items()})
     kept = rounds[_WARM_UP_ROUNDS:]
-    return {level: {phase: statistics.median(each[level][phase] for each in kept) for phase in steps[level]} for level in steps}
+    return {level: {phase: statistics.median(each[level][phase] for each in kept) for phase in PHASES} for level in steps}
 
 
 def measure_windows(steps: dict[str, Phases], family: str, num_rounds: int) -> dict[str, dict[str, float]]:
@@ -186,10 +186,10 @@ def measure_windows(steps: dict[str, Phases], family: str, num_rounds: int) -> d
     with _noted(FAMILIES[family][1]) as marks:
         for round in range(num_rounds + _WARM_UP_ROUNDS):
             for level, phases in steps.items():
-                for phase, run in phases.items():
-                    with as_cuda_tensors() if phase == OPTIMIZER else nullcontext():
+                for phase in PHASES:
+                    with as_cuda_tensors() if phase == "optimizer" else nullcontext():
                         marks[:] = [time.thread_time()]
-                        run()
+                        phases[phase]()
                         marks.append(time.thread_time())
                     windows = [end - start for start, end in pairwise(marks)]
                     if round >= _WARM_UP_ROUNDS:
@@ -221,10 +221,10 @@ def count(phases: Phases, *, compiled: bool) -> dict[str, int | str]:
     Calls of compiled blocks are not counted: Dynamo compiles them once more for whoever listens.
     """
     calls = Calls()
-    for phase, run in () if compiled else phases.items():
-        with as_cuda_tensors() if phase == OPTIMIZER else nullcontext():
+    for phase in () if compiled else PHASES:
+        with as_cuda_tensors() if phase == "optimizer" else nullcontext():
             sys.setprofile(calls)
-            run()
+            phases[phase]()
             sys.setprofile(None)
     with counted_launches() as launches:
         take(phases)
@@ -244,9 +244,9 @@ def limit(*, compiled: bool) -> float:
     return LIMIT_OF_COMPILED if compiled else LIMIT_OF_EAGER
 
 
-def figures(found: dict[str, dict[str, float]], family: str, *, compiled: bool, recorded: bool) -> list[Figure]:
+def figures(found: dict[str, dict[str, float]], family: str, *, compiled: bool) -> list[Figure]:
     """Return each level's ratio to bf16-amp's step."""
-    network = f"{FAMILIES[family][0].__name__}, {'compiled blocks' if compiled else 'eager'}{', recorded' if recorded else ''}"
+    network = f"{FAMILIES[family][0].__name__}, {'compiled blocks' if compiled else 'eager'}"
     names = [(f"host time: {network}, step at {level} / {REFERENCE}", level) for level in found if level != REFERENCE]
     goal = f"<= {limit(compiled=compiled):.2f}"
     return [Figure(name, f"{ratio_of(found, level):.2f}", goal=goal) for name, level in names]
@@ -255,7 +255,7 @@ def figures(found: dict[str, dict[str, float]], family: str, *, compiled: bool, 
 def table(found: dict[str, dict[str, float]], counts: dict[str, dict[str, int | str]], family: str, what: str) -> str:
     """Format the times as a page. what: they are."""
     reference, sizes = sum(found[REFERENCE].values()), FAMILIES[family][2]
-    columns = [*(f"{phase} (ms)" for phase in found[REFERENCE]), "step (ms)", f"÷ {REFERENCE}"]
+    columns = [*(f"{phase} (ms)" for phase in PHASES), "step (ms)", f"÷ {REFERENCE}"]
     columns += ["Python calls", "C calls", "Triton launches", "torch ops"]
     lines = [
         f"# Host time of a training step, {datetime.now(UTC):%Y-%m-%d}",
@@ -269,7 +269,7 @@ def table(found: dict[str, dict[str, float]], counts: dict[str, dict[str, int | 
     ]
     for level, phases in found.items():
         whole = sum(phases.values())
-        cells = [f"{seconds * 1e3:.2f}" for seconds in phases.values()] + [f"{whole * 1e3:.2f}", f"{whole / reference:.2f}"]
+        cells = [f"{phases[phase] * 1e3:.2f}" for phase in PHASES] + [f"{whole * 1e3:.2f}", f"{whole / reference:.2f}"]
         cells += [str(number) for number in counts[level].values()]
         lines.append(f"| {level} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -284,18 +284,17 @@ def main() -> int:
     parser.add_argument("--family", default="gpt", choices=sorted(FAMILIES))
     parser.add_argument("--windows", action="store_true", help="add up the least times of each block's passes, eagerly")
     parser.add_argument("--compile", action="store_true", help="compile each block, as jobs do on CUDA")
-    parser.add_argument("--recorded", action="store_true", help="replay steps, as jobs do on CUDA")
+    parser.add_argument("--recorded", action="store_true", help="replay the levels' steps, as a job on CUDA does")
     add_write_option(parser)
     options = parser.parse_args()
     if options.windows and (options.compile or options.recorded):
         parser.error("--windows with --compile or --recorded: blocks have no place to note the time; allowed: --windows alone.")
-    way = {"compiled": options.compile, "recorded": options.recorded}
     torch.set_num_threads(1)
     with stubbed_launches(), triton_blocks() if options.compile else nullcontext():
         levels = [REFERENCE, *options.levels.split(",")]
-        steps = {
-            level: phases_of(level, options.family, compiled=options.compile, recorded=options.recorded) for level in levels
-        }
+        if options.recorded:
+            levels = [REFERENCE, *(level + RECORDED for level in levels)]
+        steps = {level: phases_of(level, options.family, compiled=options.compile) for level in levels}
         if options.windows:
             found, what = measure_windows(steps, options.family, options.rounds), f"Least windows of {options.rounds} steps"
         else:
@@ -308,8 +307,9 @@ def main() -> int:
     sys.stdout.write(report)
     if options.write:
         command = command_line("benchmarks.host_time", sys.argv[1:])
-        write(options.write, figures(found, options.family, **way), command)
-    return int(LIMITED in found and ratio_of(found, LIMITED) > limit(compiled=options.compile))
+        write(options.write, figures(found, options.family, compiled=options.compile), command)
+    limited = LIMITED + RECORDED * options.recorded
+    return int(limited in found and ratio_of(found, limited) > limit(compiled=options.compile))
 
 
 if __name__ == "__main__":

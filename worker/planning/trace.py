@@ -112,7 +112,7 @@ def trace(
 
 
 def _empty_other_stages(model: nn.Module, spec: JobSpec, pipeline_rank: int) -> None:
-    """Leave a number in blocks of other stages, each of which trains something: a rank converts them and then drops them."""
+    """Leave one parameter in each block of other stages, since a rank converts those blocks and then drops them."""
     names = split_of(model).blocks
     own = {index for part in parts_of(spec.layout, pipeline_rank, len(names)).values() for index in part.blocks}
     for index, name in enumerate(names):
