@@ -70,9 +70,9 @@ MEGATRON = Stored(2, 4, 12)
 """Weights in bf16, gradients in fp32; master weights and both moments in fp32."""
 TRANSFORMER_ENGINE = Stored(2 + 2, 4, 12)
 """The same, and E4M3 codes of each weight, once for rows and once for columns, kept over micro-batches."""
-MS_AMP = Stored(1 + 1, 1, 2 + 1 + 2)
-"""E4M3 weights with transposed codes, gradients in FP8; master weights and second moments in fp16, first moments in FP8. That
-its products through Transformer Engine keep the transposed codes is assumed."""
+MS_AMP = Stored(1, 1, 2 + 1 + 2)
+"""E4M3 weights, gradients in FP8; master weights and second moments in fp16, first moments in FP8. Its layers for Megatron
+transpose codes in the backward pass and keep none (msamp/megatron: layers.py, distributed.py, distrib_optimizer.py)."""
 OF_LEVEL = {"bf16-amp": MEGATRON, "te": TRANSFORMER_ENGINE, "O3": MS_AMP}
 
 
@@ -145,11 +145,13 @@ def fp8_lm_row(name: str, peak: float, job: JobSpec, why: str) -> Published:
 
 TENSOR_2: dict[str, Any] = {"tensor": 2, "sequence": True}
 LEFT = "what is left: the allocator's share, which plans take at 7 %"
-SLOPE = "published grows by 10 GB a sequence, as much as bf16 keeps: 5 to 9 GB more than codes; another 5 to 7 are unexplained"
+SLOPE = (
+    "published grows by 10 GB a sequence, as bf16 does, here by 7; 10 more, 1.5 bytes a parameter, are in none of its sources"
+)
 COPIES_IN_FLIGHT = "predicted has torch's bf16 copies of fp32 weights, one in each micro-batch in flight: 44 GB"
 LARGEST_BUFFERS = "NCCL's buffers are the largest that were published"
-SLOPE_OF_175B = "published grows by 5.8 GB a sequence, here by 7.0; 6 of its fixed GB are unexplained"
-UNEXPLAINED = "activations as in bf16, as at 7B, would add 4 GB; another 8 are unexplained"
+SLOPE_OF_175B = "published grows by 5.8 GB a sequence, here by 7.0; 12, 2.1 bytes a parameter, are in none of its sources"
+UNEXPLAINED = "activations as in bf16, as at 7B, would add 4 GB; 15 more, 2.2 bytes a parameter, are in none of its sources"
 PEAKS: tuple[Published, ...] = (
     Published(
         f"{TITAN}; 8 H100, 1 × 8192, compiled (torchao's docs)", 47.65, GIB, titan(8, 1), f"{RESERVED}; 33.71 on B200, later"
@@ -172,7 +174,7 @@ PEAKS: tuple[Published, ...] = (
     fp8_lm_row(f"GPT 175B, {FP8_LM_175B}, micro-batch 1, bf16", 66.1, fp8_lm_175b("bf16-amp", 1), COPIES_IN_FLIGHT),
     fp8_lm_row(f"GPT 175B, {FP8_LM_175B}, micro-batch 1, Transformer Engine", 69.6, fp8_lm_175b("te", 1), LARGEST_BUFFERS),
     fp8_lm_row(f"GPT 175B, {FP8_LM_175B}, micro-batch 1, MS-AMP O3", 40.3, fp8_lm_175b("O3", 1), SLOPE_OF_175B),
-    fp8_lm_row(f"GPT 175B, {FP8_LM_175B}, micro-batch 4, MS-AMP O3", 57.7, fp8_lm_175b("O3", 4), LEFT),
+    fp8_lm_row(f"GPT 175B, {FP8_LM_175B}, micro-batch 4, MS-AMP O3", 57.7, fp8_lm_175b("O3", 4), SLOPE_OF_175B),
 )
 
 
