@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 from hypothesis import settings
@@ -11,6 +12,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # The OpenMP runtime reads this when torch loads. Ranks, servers and test processes share the machine's cores.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce())
     config.option.loadscopereorder = False  # of xdist, which starts files with many tests first; below, slow files are first
     if _only_distributes(config):
         return
@@ -22,6 +25,20 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.kit.interpreter import patch_once_in_a_launch
 
         patch_once_in_a_launch()
+
+
+class FailuresAtOnce:
+    """Prints why a test failed as it fails, each reason once: a run that somebody ends prints no summary."""
+
+    def __init__(self) -> None:
+        self._reasons: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = str(report.longrepr if crash is None else crash.message)[-1000:]
+        if report.failed and reason not in self._reasons:
+            self._reasons.add(reason)
+            sys.stderr.write(f"\n{report.nodeid} failed ({report.when}): {reason}\n")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

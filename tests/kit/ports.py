@@ -1,8 +1,7 @@
 """Ports for the servers that tests start."""
 
+import atexit
 import socket
-
-_held: list[socket.socket] = []
 
 
 def free_port() -> int:
@@ -14,5 +13,5 @@ def free_port() -> int:
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))
-    _held.append(holder)
+    atexit.register(holder.close)
     return int(holder.getsockname()[1])

@@ -99,7 +99,7 @@ def trace(
             sizes = network.sizes_of(spec, config)
             model = network.build(spec, config, whole)
             if spec.layout.pipeline > 1:
-                _empty_other_stages(model, spec, pipeline_rank)
+                _share_blocks_of_others(model, spec, pipeline_rank)
             model, optimizer, parallel = _build(spec, sizes, model, rank, device)
             if parallel.pipeline is not None:
                 gc.collect()  # modules of other stages that refer to each other
@@ -111,15 +111,13 @@ def trace(
             return found._replace(phases=stages.composed(found.phases, traced, wanted))
 
 
-def _empty_other_stages(model: nn.Module, spec: JobSpec, pipeline_rank: int) -> None:
-    """Leave one parameter in each block of other stages, since a rank converts those blocks and then drops them."""
+def _share_blocks_of_others(model: nn.Module, spec: JobSpec, pipeline_rank: int) -> None:
+    """Let each other stage repeat its first block, since a rank converts the blocks of all stages and then drops those."""
     names = split_of(model).blocks
-    own = {index for part in parts_of(spec.layout, pipeline_rank, len(names)).values() for index in part.blocks}
-    for index, name in enumerate(names):
-        if index not in own:
-            other = nn.Module()
-            other.register_parameter("weight", nn.Parameter(torch.empty(1, device="meta")))
-            model.set_submodule(name, other)
+    for rank in range(spec.layout.pipeline):
+        for part in parts_of(spec.layout, rank, len(names)).values() if rank != pipeline_rank else ():
+            for index in part.blocks[1:]:
+                model.set_submodule(names[index], model.get_submodule(names[part.blocks[0]]))
 
 
 def find_network(spec: JobSpec, config: Mapping[str, Any] | None) -> network.Found | None:

@@ -25,6 +25,7 @@ NUM_BLOCKS = 6
 GPT = {"hidden_size": 2048, "num_layers": NUM_BLOCKS, "num_heads": 4, "vocab_size": 640, "max_sequence_length": 64}
 LLAMA = GPT | {"family": "llama", "num_key_value_heads": 2, "intermediate_size": 5632}
 SAVING = {"fused_loss": True, "saved_activations": "fp8", "gradient_release": True, "gradient_clip": None}
+RESIDUAL = {"residual_stream": "bf16"}
 ALL_FP8 = {"auto_filter": False}
 IMAGES = {"image_size": 32, "patch_size": 4, "num_channels": 3, "num_classes": 16}
 VIT = {
@@ -76,6 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
     "context": {"model": LLAMA, "workers": 2, "parallelism": {"context": 2}},
     "context, ZeRO 1": {"workers": 4, "parallelism": {"context": 2, "zero_stage": 1}},
     **{f"pipeline, rank {rank}": IN_STAGES | {"pipeline_rank": rank} for rank in range(3)},
+    "pipeline, residual stream in bf16": IN_STAGES | {"pipeline_rank": 1, "training": IN_STAGES["training"] | RESIDUAL},
     "roberta": {"model": GPT | {"family": "roberta", "num_heads": 16}},
     "deit": {"model": IMAGES | {"family": "deit", "hidden_size": 1024, "num_layers": NUM_BLOCKS, "num_heads": 16}},
     "swin": {
