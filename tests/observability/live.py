@@ -195,11 +195,14 @@ class Live:
         self.jobs["fails"] = self.server.client.submit(Run(other_steps=20).spec(gone, "fp32", workers=1)).id
         shutil.rmtree(gone)
         self.server.wait_for_step(self.jobs["O2"], 1)
-        self.prometheus.wait_for(f'octet_train_step{{job_id="{self.jobs["O2"]}", rank="1"}} > {run.steps // 4}')
         targets = json.loads(get(f"http://127.0.0.1:{self.server.port}/internal/v1/prometheus/targets"))
         rank = f"http://{targets[0]['targets'][0]}/metrics"
         wait_until(lambda: "\noctet_checkpoint_bytes" in get(rank), poll_s=SCRAPE_S)  # a thread writes the first checkpoint
+        self.server.wait_for_step(self.jobs["O2"], run.steps // 4)
         self.exposed["rank"] = get(rank)
+        # Prometheus may have been late, and the job over by now, which hides a series from instant queries.
+        series = f'octet_train_step{{job_id="{self.jobs["O2"]}", rank="1"}}'
+        self.prometheus.wait_for(f"max_over_time({series}[10m]) > {run.steps // 4}")
         self.exposed["api"] = get(f"http://127.0.0.1:{self.server.port}/metrics")
         for job_id in self.jobs.values():
             self._wait_for_end(job_id)
