@@ -110,7 +110,7 @@ class _GroupedProducts(torch.autograd.Function):
             operand, counts, weights, first.plan.formats, output_dtype, keeps_columns=ctx.needs_weight
         )
         if biases:
-            repeats = torch.tensor(counts, pin_memory=input_SK.is_cuda).to(input_SK.device, non_blocking=True)
+            repeats = torch.tensor(counts, pin_memory=input_SK.device.type == "cuda").to(input_SK.device, non_blocking=True)
             output_SN += torch.stack(biases).to(output_dtype).repeat_interleave(repeats, 0, output_size=len(input_SK))
         columns = kept[:2] if ctx.needs_weight else [None, None]
         amaxes = weights.amaxes or ([] if first.plan.multiplies_codes else list(kept[-1].unbind()))
