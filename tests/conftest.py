@@ -34,9 +34,11 @@ class FailuresAtOnce:
         self._reasons: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.failed:
+            return
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = str(report.longrepr if crash is None else crash.message)[-1000:]
-        if report.failed and reason not in self._reasons:
+        if reason not in self._reasons:
             self._reasons.add(reason)
             sys.stderr.write(f"\n{report.nodeid} failed ({report.when}): {reason}\n")
 

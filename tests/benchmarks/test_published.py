@@ -60,7 +60,10 @@ def test_the_docs_have_every_setting_as_it_is_published() -> None:
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith(f"| {published.FP8_LM}: ")]
     own_formats = [cells for cells in rows if cells[3].strip()]
     assert len(own_formats) == 10
-    assert all(abs(float(cells[4].strip(" %"))) < 39 for cells in own_formats)
+    differences = {cells[0]: float(cells[4].strip(" %")) for cells in own_formats}
+    unexplained = {cells[0] for cells in own_formats if "in none of its sources" in cells[5]}
+    assert all(name.endswith("MS-AMP O3") and -39 < differences[name] < -11 for name in unexplained)
+    assert all(abs(differences[name]) < 9 for name in differences.keys() - unexplained)
 
 
 def test_a_system_s_formats_are_bytes_of_parameters_activations_and_what_a_plan_adds(monkeypatch: pytest.MonkeyPatch) -> None:

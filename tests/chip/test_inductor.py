@@ -81,7 +81,7 @@ def difference(found: list[Tensor], exact: list[Tensor]) -> float:
 
 @pytest.mark.parametrize(("family", "level"), CASES)
 def test_compiled_blocks_are_as_near_to_fp32_as_eager_ones(family: str, level: str) -> None:
-    """In the mean over starts, up to two standard errors.
+    """In the mean over starts, up to two standard errors, and to 2 % where these are wider.
 
     Their kernels also run in a random order of programs, without races between them.
     """
@@ -93,7 +93,17 @@ def test_compiled_blocks_are_as_near_to_fp32_as_eager_ones(family: str, level: s
             compiled = [difference(trained(family, level, start, is_compiled=True), exact[start]) for start in starts]
     assert len(set(launched)) > 10
     ratios = [math.log(one / other) for one, other in zip(compiled, eager, strict=True)]
-    assert statistics.mean(ratios) <= 2 * statistics.stdev(ratios) / math.sqrt(NUM_STARTS)
+    assert statistics.mean(ratios) <= min(math.log(1.02), 2 * statistics.stdev(ratios) / math.sqrt(NUM_STARTS))
+
+
+@pytest.mark.system
+def test_kernels_round_to_bf16_as_torch_does() -> None:
+    """The interpreter's own cast cuts bits off, which the distances above, of a few starts, need not show."""
+    values = torch.randn(1024, generator=torch.Generator().manual_seed(0))
+    with triton_of_inductor() as launched:
+        found = torch.compile(lambda values: (values * 3).to(torch.bfloat16))(values)
+    assert launched
+    assert torch.equal(found, (values * 3).to(torch.bfloat16))
 
 
 @pytest.mark.matrix

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from tests.client.octet_app import API_KEY, OctetApp
 from tests.service.conftest import POOLS
 
-NUM_EXAMPLES = 8
+NUM_EXAMPLES = 20
 MIN_CASES = 3_500
 PHASES = "examples,coverage,fuzzing,stateful"
 OF_OURS_ALONE = "unsupported_method,negative_data_rejection,positive_data_acceptance"
