@@ -42,6 +42,12 @@ class Level(Contract):
         """True if FP8 products are computed by our own linear layer."""
         return self.gemm == "fp8" and self.engine == "octet"
 
+    @property
+    def passes(self) -> str:
+        """The row without its name, master weight and moments: levels that share it take the same bytes in both passes."""
+        named = {"name", "description", "bytes_per_parameter", "is_automatic"}
+        return self.model_dump_json(exclude={*named, "master_weight", "exp_avg", "exp_avg_sq"})
+
 
 def _fp8(name: str, description: str, bytes_per_parameter: float, **columns: Any) -> Level:
     """Build the row of a level that holds and sends gradients in FP8."""

@@ -1,5 +1,6 @@
 """The most bytes that a rank's tensors take at once in a step, as lines in the size of the micro-batch."""
 
+from collections.abc import Mapping
 from fractions import Fraction
 
 from pydantic import Field
@@ -24,8 +25,12 @@ class PeakLine(Contract):
 
 
 class Peak(Contract):
-    """The most bytes of tensors that are alive at once in an eager step, counted on fake tensors."""
+    """The most bytes of tensors that are alive at once in an eager step, counted on fake tensors.
 
+    level: that of the step that was traced, whose states these bytes hold.
+    """
+
+    level: str
     bytes: Bytes
     by_class: dict[str, int] = Field(description=f"alive at the peak: {', '.join(PEAK_CLASSES)}")
     before: Bytes = Field(description="alive between steps")
@@ -41,6 +46,32 @@ class Peak(Contract):
             return None
         sizes = [(most_bytes - line.base) * micro_batch_size // line.growth for line in self.by_micro_batch if line.growth > 0]
         return max(0, min(sizes, default=0))
+
+    def with_states(self, own: Mapping[str, int], other: Mapping[str, int]) -> "Peak":
+        """Return the peak of the same passes at another level. own, other: the bytes of both levels' states, by class."""
+        change = {kind: other[kind] - own[kind] for kind in CLASSES}
+        in_all = sum(change.values())
+        added = [change.get(kind, 0) for kind in PEAK_CLASSES]
+        lines = (
+            line.model_copy(
+                update={
+                    "base": line.base + in_all,
+                    "by_class": tuple(
+                        (base + more, growth) for (base, growth), more in zip(line.by_class, added, strict=False)
+                    ),
+                }
+            )
+            for line in self.by_micro_batch
+        )
+        return self.model_copy(
+            update={
+                "bytes": self.bytes + in_all,
+                "by_class": {kind: num_bytes + change.get(kind, 0) for kind, num_bytes in self.by_class.items()},
+                "before": self.before + in_all,
+                "held": {kind: num_bytes + change[kind] for kind, num_bytes in self.held.items()},
+                "by_micro_batch": tuple(lines),
+            }
+        )
 
     def at(self, ratio: Fraction) -> "Peak":
         """Return the peak at another micro-batch, of lines that have their classes. ratio: that over this peak's."""

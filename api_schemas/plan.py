@@ -21,12 +21,14 @@ from octet.api_schemas.levels import AUTOMATIC, LEVELS
 from octet.api_schemas.models import FamilySizes
 from octet.api_schemas.models.huggingface import CountedSizes, HuggingFaceSizes, HuggingFaceSpec, NetworkShapes
 from octet.api_schemas.nccl_buffers import nccl_bytes
+from octet.api_schemas.optimization import MATRIX_STATES
 from octet.api_schemas.peak import PEAK_CLASSES, Peak
 from octet.api_schemas.planned_states import (
     NotPlanned,
     States,
     exchanged_of_experts,
     most_of,
+    states_of_rank,
     states_of_ranks,
     why_left,
 )
@@ -55,7 +57,8 @@ class PlanRequest(Contract):
     levels: tuple[LevelName, ...] = Field(
         default=(),
         max_length=len(LEVELS),
-        description="default: states of every level, and the peak of the job's own, or of auto's choices",
+        description="default: states of every level, and the peak of the job's own, or of auto's choices, and of those that "
+        "the same traces serve",
     )
 
 
@@ -85,12 +88,22 @@ _NOT_TRACED: dict[str, Any] = {
 
 
 def trace_key(request: TraceRequest, *, any_depth: bool = False) -> str:
-    """Return what requests with the same peak share. any_depth: what those with the same traces share, of a family's sizes."""
+    """Return what requests share that one trace serves. any_depth: what those with the same traces share, of a family's sizes.
+
+    Levels with the same passes share a trace, as their states have a closed form, unless the update decodes the states: in
+    host memory, or of matrices to be orthogonalized.
+    """
     packing = "packed" if request.job.data.is_packed else "not packed"
     job = request.job.model_dump(mode="json", include=_TRACED_PARTS, exclude=_NOT_TRACED)
+    if _shares_traces(request.job):
+        job["precision"]["level"] = request.job.precision.storage.passes
     if any_depth:
         job["model"] = [request.job.model.family, request.job.model.sizes.model_dump(mode="json", exclude={"num_layers"})]
     return json.dumps([request.pipeline_rank, packing, job, request.config], sort_keys=True)
+
+
+def _shares_traces(job: JobSpec) -> bool:
+    return not job.training.offload_optimizer and job.training.optimizer.name not in MATRIX_STATES
 
 
 class TraceReply(Contract):
@@ -194,8 +207,12 @@ def candidates(request: PlanRequest, pool: PoolConfig | None = None) -> list[Can
     """Return the job at every level that was asked for. pool: the job's, whose devices may lack FP8."""
     own = request.job.precision.level
     traced = request.levels or (AUTOMATIC if own == "auto" else (own,))
+    served = {LEVELS[name].passes for name in traced} if _shares_traces(request.job) else set()
     names = request.levels or LEVELS
-    return [_at_level(request.job, name, pool, name in traced) for name in names]  # type: ignore[arg-type]
+    return [
+        _at_level(request.job, name, pool, name in traced or LEVELS[name].passes in served)  # type: ignore[arg-type]
+        for name in names
+    ]
 
 
 def _at_level(job: JobSpec, level: LevelName, pool: PoolConfig | None, wants_peak: bool) -> Candidate:
@@ -289,7 +306,7 @@ def ranks_to_trace(job: JobSpec) -> tuple[int, ...]:
 def traces_of(found: Sequence[Candidate], first: str | None = None) -> list[TraceRequest]:
     """Return the requests to the planner's process, for peaks that are not shipped. first: the level that comes before others.
 
-    Their ids are the candidates' indices and the ranks of the pipeline.
+    Their ids are the candidates' indices and the ranks of the pipeline. Those with one `trace_key` need one trace.
     """
     requests = [
         TraceRequest(id=f"{index}.{rank}", job=candidate.spec, pipeline_rank=rank)
@@ -368,6 +385,7 @@ def _row(
         ranks = states_of_ranks(spec, sizes)
     except NotPlanned as error:
         return row.model_copy(update={"reason": missing or str(error)})
+    replies = {rank: _with_states(reply, spec, sizes, rank, ranks[rank]) for rank, reply in replies.items()}
     states, peak = most_of(ranks), _peak_of_ranks(replies)
     reason = (candidate.wants_peak and why_not_traced(spec)) or ONLY_STATES
     lower = sum(states.held.values()) if peak is None else max(peak.bytes, sum(states.held.values()))
@@ -403,6 +421,15 @@ def _row(
         ),
     }
     return row.model_copy(update=found)
+
+
+def _with_states(reply: TraceReply, spec: JobSpec, sizes: FamilySizes, rank: int, states: States) -> TraceReply:
+    """Return a reply whose peak holds a job's states, which may have been traced at another level with the same passes."""
+    if reply.peak is None or reply.peak.level == spec.precision.level:
+        return reply
+    precision = spec.precision.model_copy(update={"level": reply.peak.level})
+    own = states_of_rank(spec.model_copy(update={"precision": precision}), sizes, rank).held
+    return reply.model_copy(update={"peak": reply.peak.with_states(own, states.held)})
 
 
 def _peak_of_ranks(replies: Mapping[int, TraceReply]) -> Peak | None:
@@ -448,11 +475,15 @@ def _layers(spec: JobSpec, sizes: FamilySizes) -> dict[str, Any]:
 def _agrees(states: States, peak: Peak) -> bool:
     """Return True if all classes but `other` are equal within 0.5 %, and if nothing else is alive between steps.
 
-    `other` has an optimizer's counters on a GPU. Gradients are alive at the update, where classes are counted.
+    `other` has an optimizer's counters on a GPU. Gradients are alive at the update, where classes are counted. The scales of
+    experts' gradients are 16 bytes apart, which counts where a level has no other scales.
     """
+    padding = {"scales": SMALL_BYTES}
     alive = sum(num_bytes for kind, num_bytes in peak.held.items() if kind != "gradients")
     return abs(peak.before - alive) <= 0.005 * alive + SMALL_BYTES and all(
-        abs(num_bytes - peak.held[kind]) <= 0.005 * num_bytes for kind, num_bytes in states.held.items() if kind != "other"
+        abs(num_bytes - peak.held[kind]) <= 0.005 * num_bytes + padding.get(kind, 0)
+        for kind, num_bytes in states.held.items()
+        if kind != "other"
     )
 
 

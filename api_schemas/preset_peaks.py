@@ -1,8 +1,8 @@
 """Peaks of presets on one rank, which the package ships so that their plans need no trace.
 
-`python -m octet.worker.planning.presets` writes `preset_peaks.json`: for each preset and each level among which `auto` chooses,
-the lines of a step without accumulation, traced at one size and twice that. Lines are straight from that size on, in the tokens
-of a forward pass, as long as the same layers gain by FP8.
+`python -m octet.worker.planning.presets` writes `preset_peaks.json`: for each preset and each of `SHIPPED` the lines of a step
+without accumulation, traced at one size and twice that. They serve all levels with the same passes, and are straight from
+that size on, in the tokens of a forward pass, as long as the same layers gain by FP8.
 """
 
 import json
@@ -13,10 +13,13 @@ from typing import Any
 
 from octet.api_schemas.inputs import ImageInput, tokens_per_sample
 from octet.api_schemas.job import JobSpec
+from octet.api_schemas.levels import AUTOMATIC, LEVELS
 from octet.api_schemas.models import FAMILIES, PRESETS
 from octet.api_schemas.peak import Peak
 
 FILE = Path(__file__).with_name("preset_peaks.json")
+SHIPPED = {LEVELS[level].passes: level for level in reversed(AUTOMATIC)}
+"""The level whose peaks are shipped, by the passes of the levels that they serve: the most precise that `auto` may choose."""
 NUM_TOKENS, WIDE, LONGEST = 8192, 4096, 2048
 """Tokens of the traced pass, at most; hidden size from which it has one sequence; longest traced sequence."""
 
@@ -56,8 +59,8 @@ def preset_job(preset: str, level: str) -> JobSpec:
 
 
 def preset_peak(job: JobSpec) -> Peak | None:
-    """Return the peak of a job from the shipped lines; None where they do not hold for it."""
-    found = _read().get(job.model.preset or "", {}).get(job.precision.level)
+    """Return the peak of a job from the shipped lines, with the states of their level; None where they do not hold for it."""
+    found = _read().get(job.model.preset or "", {}).get(SHIPPED.get(job.precision.storage.passes))
     if found is None or job.batch.num_micro_batches > 1 or job.data.is_packed:
         return None
     traced = preset_job(job.model.preset or "", job.precision.level)

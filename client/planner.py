@@ -8,11 +8,14 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from octet.api_schemas.data.files import ANY_FILE
-from octet.api_schemas.plan import TraceReply, TraceRequest, read_configs
+from octet.api_schemas.plan import TraceReply, TraceRequest, read_configs, trace_key
 
 
 def trace_here(requests: Sequence[TraceRequest]) -> Iterator[TraceReply]:
-    """Yield a reply to each request as it comes: the peak, or why there is none. The process is started for them, if any."""
+    """Yield a reply to each request as it comes: the peak, or why there is none. The process is started for them, if any.
+
+    It is sent one of those that one trace serves.
+    """
     if not requests:
         return
     if find_spec("torch") is None:
@@ -21,11 +24,15 @@ def trace_here(requests: Sequence[TraceRequest]) -> Iterator[TraceReply]:
         return
     readable, unread = read_configs(requests, ANY_FILE)
     yield from unread
-    waiting = {request.id for request in readable}
+    by_key: dict[str, list[TraceRequest]] = {}
+    for request in readable:
+        by_key.setdefault(trace_key(request), []).append(request)
+    served = {first.id: [request.id for request in (first, *others)] for first, *others in by_key.values()}
+    waiting = set(served)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     command = (sys.executable, "-m", "octet.worker.planning")
     with tempfile.TemporaryFile("w+") as lines, tempfile.TemporaryFile("w+", errors="replace") as errors:
-        lines.writelines(f"{request.model_dump_json()}\n" for request in readable)
+        lines.writelines(f"{first.model_dump_json()}\n" for first, *_ in by_key.values())
         lines.seek(0)
         with subprocess.Popen(
             command, stdin=lines, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True
@@ -35,10 +42,10 @@ def trace_here(requests: Sequence[TraceRequest]) -> Iterator[TraceReply]:
                 for line in process.stdout:
                     reply = TraceReply.model_validate_json(line)
                     waiting.discard(reply.id)
-                    yield reply
+                    yield from (reply.model_copy(update={"id": each}) for each in served[reply.id])
             except GeneratorExit:
                 process.terminate()  # nobody reads the other replies
                 raise
         errors.seek(0)
         reason = f"the planner's process ended with status {process.returncode}: {errors.read()[-300:]}"
-    yield from (TraceReply(id=each, reason=reason) for each in waiting)
+    yield from (TraceReply(id=each, reason=reason) for first in waiting for each in served[first])

@@ -20,7 +20,7 @@ from octet.api_schemas.evaluation import HALF_WIDTH
 from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.keys import ApiKey
 from octet.api_schemas.levels import Level
-from octet.api_schemas.plan import ONLY_STATES, Plan, PlanRow
+from octet.api_schemas.plan import Plan, PlanRow
 from octet.api_schemas.quotas import TenantUse
 from octet.api_schemas.rows import Row
 from octet.api_schemas.step_floor import StepFloor
@@ -560,9 +560,7 @@ def plan_details(plan: Plan) -> Group:
     if plan.changes:
         lines.append("It would fit with one of these, cheapest first:")
         lines += [f"  {row.change} (peak {num_bytes(row.peak_bytes)})" for row in plan.changes]
-    notes = [f"{row.level}: {row.reason}" for row in plan.rows if row.reason and row.reason != ONLY_STATES]
-    if len(notes) + sum(row.peak_bytes is not None for row in plan.rows) < len(plan.rows):
-        notes.append("Rows without a peak: name levels in --levels to trace theirs.")
+    notes = _by_words((row.level, row.reason) for row in plan.rows)
     return Group(grid, *(Text(line) for line in (*lines, *notes, *plan.missing)))
 
 
@@ -575,13 +573,22 @@ _ROOM = {
 
 
 def _layer_lines(rows: Sequence[PlanRow]) -> Iterable[str]:
-    """Write which layers are converted, once for all levels that convert the same."""
+    """Write which layers are converted."""
+
+    def words(row: PlanRow) -> str | None:
+        left = "; ".join(f"{number} left in 16 bits, {reason}" for reason, number in (row.left_layers or {}).items())
+        converted = f"{row.converted_layers} linear layers converted{f'; {left}' if left else ''}"
+        return None if row.converted_layers is None else converted
+
+    return _by_words((row.level, words(row)) for row in rows)
+
+
+def _by_words(rows: Iterable[tuple[str, str | None]]) -> list[str]:
+    """Write the words about each level, once for all levels with the same ones."""
     levels: dict[str, list[str]] = {}
-    for row in rows:
-        if row.converted_layers is not None:
-            left = "; ".join(f"{number} left in 16 bits, {reason}" for reason, number in (row.left_layers or {}).items())
-            words = f"{row.converted_layers} linear layers converted{f'; {left}' if left else ''}"
-            levels.setdefault(words, []).append(row.level)
+    for level, words in rows:
+        if words:
+            levels.setdefault(words, []).append(level)
     return [f"{', '.join(names)}: {words}" for words, names in levels.items()]
 
 

@@ -32,9 +32,7 @@ from octet.client.terminal import Terminal
 
 def plan(
     file: JobFile,
-    levels: Annotated[
-        str | None, typer.Option("--levels", help="Levels to compare, as O2,O3. Default: all, and the peak of the job's own.")
-    ] = None,
+    levels: Annotated[str | None, typer.Option("--levels", help="Levels to compare, as O2,O3. Default: all.")] = None,
     settings: Settings = None,
     offline: Annotated[bool, typer.Option("--offline", help="Ask no server; peaks need octet-fp8[worker] here.")] = False,
     memory_gb: Annotated[
@@ -73,7 +71,7 @@ def _levels(text: str | None) -> tuple[LevelName, ...]:
     known: tuple[LevelName, ...] = get_args(LevelName)
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"got {unknown[0]}; allowed: {', '.join(known)}", param_hint="--levels")
-    return tuple(name for name in known if name in names)
+    return tuple(name for name in known if name in names) or known
 
 
 def _planned_here(request: PlanRequest, memory_gb: float | None, device: str | None) -> Iterator[Plan]:

@@ -144,6 +144,7 @@ class Planner:
         """Return the rows of candidates. first: the level that is traced before others. on_rows: takes those known so far."""
         requests, unread = await run_sync(read_configs, traces_of(found, first), self._settings.readable_files)
         replies = being_traced(requests) | {reply.id: reply for reply in unread}
+        unanswered = {request.id for request in requests}
 
         async def rows_now() -> list[PlanRow]:
             return await run_sync(rows_of, found, self._settings.pools, list(replies.values()))
@@ -152,20 +153,24 @@ class Planner:
         if on_rows is not None:
             coming += [asyncio.ensure_future(self._reply(request, own=True)) for request in requests]
         try:
-            rows = [] if on_rows is None else await rows_now()
+            if on_rows is not None:
+                rows = await rows_now()
+                on_rows(list(rows))
             for next_reply in asyncio.as_completed(coming):
-                if on_rows is not None:
-                    on_rows(list(rows))
                 reply = await next_reply
                 known = replies[reply.id].peak
                 if reply.more and known is not None:  # the last one came first
                     continue
                 replies[reply.id] = reply.model_copy(update={"peak": reply.peak or known})
-                if on_rows is not None and reply.network is not None:
+                unanswered.discard(reply.id)
+                index = int(reply.id.split(".")[0])
+                if on_rows is None or any(other.startswith(f"{index}.") for other in unanswered):  # of a pipeline
+                    continue
+                if reply.network is not None:
                     rows = await rows_now()
-                elif on_rows is not None:
-                    index = int(reply.id.split(".")[0])
+                else:
                     rows[index] = await run_sync(row_of, index, found, self._settings.pools, list(replies.values()))
+                on_rows(list(rows))
         finally:
             for each in coming:
                 each.cancel()  # of a plan that is given up; the process traces on, and its answer is kept

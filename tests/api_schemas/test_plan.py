@@ -10,12 +10,13 @@ from octet.api_schemas import JobSpec
 from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.levels import AUTOMATIC, LEVELS
 from octet.api_schemas.nccl_buffers import nccl_bytes
-from octet.api_schemas.peak import Peak, PeakLine
+from octet.api_schemas.peak import PEAK_CLASSES, Peak, PeakLine
 from octet.api_schemas.plan import (
     FRAGMENTATION,
     PlanRequest,
     PlanRow,
     TraceReply,
+    TraceRequest,
     candidates,
     candidates_of_job,
     changes_of,
@@ -24,6 +25,7 @@ from octet.api_schemas.plan import (
     plan_of,
     rows_of,
     savings_of_job,
+    trace_key,
     traces_of,
     with_remedies,
 )
@@ -54,9 +56,17 @@ def pool(memory: int | None, capability: tuple[int, int] | None = None) -> PoolC
 def peak_of(spec: JobSpec, activations: int) -> Peak:
     held = states_of(spec, spec.model.sizes).held
     before = sum(held.values()) - held["gradients"]
-    line = PeakLine(base=before, growth=activations)
-    by_class = {**held, "gradients": 0, "activations": activations}
-    return Peak(bytes=before + activations, by_class=by_class, before=before, held=held, by_micro_batch=(line,))
+    by_class = {**dict.fromkeys(PEAK_CLASSES, 0), **held, "gradients": 0}
+    grows = {kind: activations if kind == "activations" else 0 for kind in PEAK_CLASSES}
+    line = PeakLine(base=before, growth=activations, by_class=tuple((by_class[kind], grows[kind]) for kind in PEAK_CLASSES))
+    return Peak(
+        level=spec.precision.storage.name,
+        bytes=before + activations,
+        by_class=by_class | {"activations": activations},
+        before=before,
+        held=held,
+        by_micro_batch=(line,),
+    )
 
 
 def rows(spec: JobSpec, memory: int | None, activations: int | None = None, **options: Any) -> list[PlanRow]:
@@ -68,7 +78,9 @@ def rows(spec: JobSpec, memory: int | None, activations: int | None = None, **op
 def test_every_level_has_a_row_and_the_jobs_own_is_traced() -> None:
     found = candidates(PlanRequest(job=job()))
     assert [each.level for each in found] == list(LEVELS)
-    assert [request.job.precision.level for request in traces_of(found)] == ["O2"]
+    requests = traces_of(found, "O2")
+    assert [request.job.precision.level for request in requests] == ["O2", "O1", "O2-8bit"]
+    assert len(set(map(trace_key, requests))) == 1, "its trace serves two more"
     some = candidates(PlanRequest(job=job(), levels=("O3", "te")))
     assert [request.job.precision.level for request in traces_of(some)] == ["O3", "te"]
 
@@ -119,6 +131,37 @@ def test_a_peak_has_bounds_and_a_largest_micro_batch() -> None:
     assert on_two.upper_bytes == row.upper_bytes + nccl_bytes(of_two.layout, of_two.parallelism)
 
 
+def test_levels_share_a_trace_whose_steps_differ_by_their_states() -> None:
+    def kinds(**training: Any) -> list[list[str]]:
+        steps = {"steps": 1, "global_batch_size": 8, "sequence_length": 512}
+        found: dict[str, list[str]] = {}
+        for level in LEVELS:
+            own_options = training if level[0] == "O" else {}
+            key = trace_key(TraceRequest(id="0.0", job=job(level, training=steps | own_options)))
+            found.setdefault(key, []).append(level)
+        return [levels for levels in found.values() if len(levels) > 1]
+
+    assert kinds() == kinds(optimizer={"name": "lion"}) == [["O1", "O2", "O2-8bit"], ["O3", "O3-split", "O3-split-8bit"]]
+    assert kinds(offload_optimizer=True) == kinds(optimizer={"name": "muon"}) == []
+
+
+@pytest.mark.parametrize("layout", [{}, {"workers": 4, "parallelism": {"zero_stage": 3}}], ids=["one rank", "ZeRO 3"])
+def test_a_peak_holds_the_states_of_the_level_that_it_is_taken_for(layout: Any) -> None:
+    for traced, others in (("O1", ("O2", "O2-8bit")), ("O3-split", ("O3", "O3-split-8bit"))):
+        peak = peak_of(job(traced, **layout), 10**9)
+        for level in others:
+            spec = job(level, **layout)
+            own, reply = peak_of(spec, 10**9), TraceReply(id="0.0", peak=peak)
+            shared = peak.with_states(peak.held, own.held)
+            assert shared == own.model_copy(update={"level": traced})
+            assert own.bytes != peak.bytes
+            (row,) = rows_of(candidates(PlanRequest(job=spec, levels=(level,))), [], [reply])
+            assert (row.peak_bytes, row.peak_by_class, row.states_agree) == (own.bytes, own.by_class, True)
+            wrong = peak.model_copy(update={"held": peak.held | {"weights": peak.held["weights"] * 2}})
+            (row,) = rows_of(candidates(PlanRequest(job=spec, levels=(level,))), [], [reply.model_copy(update={"peak": wrong})])
+            assert row.states_agree is False
+
+
 def test_states_that_differ_from_the_trace_are_marked() -> None:
     spec = job()
     peak = peak_of(spec, 1)
@@ -128,6 +171,9 @@ def test_states_that_differ_from_the_trace_are_marked() -> None:
     for traced in (wrong, more):
         (row,) = rows_of(found, [], [TraceReply(id="0.0", peak=traced)])
         assert row.states_agree is False
+    padded = peak.model_copy(update={"held": peak.held | {"scales": peak.held["scales"] + 1152}})
+    (row,) = rows_of(found, [], [TraceReply(id="0.0", peak=padded)])
+    assert row.states_agree is True
 
 
 def test_each_rank_of_a_pipeline_is_planned_and_the_largest_decides() -> None:
@@ -140,6 +186,7 @@ def test_each_rank_of_a_pipeline_is_planned_and_the_largest_decides() -> None:
     states = [states_of_rank(spec, spec.model.sizes, rank) for rank in range(5)]
     peaks = {
         rank: Peak(
+            level="O2",
             bytes=sum(states[rank].held.values()) + activations,
             by_class=states[rank].held | {"activations": activations},
             before=sum(states[rank].held.values()) - states[rank].held["gradients"],
@@ -291,6 +338,7 @@ def test_a_job_that_does_not_fit_hears_what_would() -> None:
 def test_a_plan_of_auto_names_its_choice() -> None:
     spec = job("auto")
     found = rows(spec, 80 * 10**9, 10**9)
-    assert [row.level for row in found if row.peak_bytes is not None] == list(AUTOMATIC)
+    traced = {row.level for row in found if row.peak_bytes is not None}
+    assert traced == {*AUTOMATIC, "O3"}, "the trace of O3-split serves O3"
     assert plan_of(spec, found, ()).chosen_level == "bf16-amp"
     assert plan_of(spec, rows(spec, None, 10**9), ()).chosen_level is None

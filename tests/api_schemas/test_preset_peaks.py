@@ -52,7 +52,7 @@ def test_the_lines_serve_other_batches_learning_rates_and_lengths() -> None:
         {"training": {"optimizer": {"name": "lion"}}},
         {"model": {"num_layers": 12}},
         {"precision": {"exclude": ["*.mlp.*"]}},
-        {"precision": {"level": "O3"}},
+        {"precision": {"level": "fp16-amp"}},
         {"resources": {"workers": 2}},
         {"data": {"source": "text", "path": "/data", "packing": True}},
     ],

@@ -12,7 +12,7 @@ from sqlalchemy import update
 
 from octet.api_schemas import FailureReason, FinishedReport, JobSpec, JobState, JobSummary, PoolConfig
 from octet.api_schemas.job_plan import JobPlan, StepRange, Verdict
-from octet.api_schemas.levels import AUTOMATIC
+from octet.api_schemas.levels import AUTOMATIC, LEVELS
 from octet.api_schemas.plan import PlanRequest
 from octet.api_schemas.planned_states import states_of
 from octet.service.db.tables import AttemptRow
@@ -364,7 +364,8 @@ def test_the_process_chooses_the_first_level_whose_upper_bound_fits(
         world.context.planning = planner
         job_id = world.submit(model=model, precision="auto", pool="cpu")
         wait_until(lambda: dispatched(world).job(job_id).state is not JobState.QUEUED)
-        assert next(planner._planner._numbers) == len(levels), "the plan asks for what was traced already"
+        num_traces = len({LEVELS[level].passes for level in levels})
+        assert next(planner._planner._numbers) == num_traces < len(levels), "the plan asks for what was traced already"
     finally:
         planner.close()
     chosen = next(level for level in levels if most[level] <= most["O2"])

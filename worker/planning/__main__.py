@@ -262,11 +262,12 @@ def _leave(parent: int) -> None:
 
 def _read(tracing: Any) -> Tracing:
     """Return what a child has written."""
-    blocks, depth, traces = tracing
+    blocks, depth, traces, level = tracing
     return Tracing(
         tuple(blocks),
         depth,
         [Trace([[Moment(*moment) for moment in phase] for phase in phases], *others) for phases, *others in traces],
+        level,
     )
 
 

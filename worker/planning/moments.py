@@ -33,11 +33,12 @@ class Moments(NamedTuple):
 
 
 class Tracing(NamedTuple):
-    """Traces of a step with one number of sequences. blocks: of each trace. depth: of the job's rank."""
+    """Traces of a step with one number of sequences. blocks: of each trace. depth: of the job's rank. level: as traced."""
 
     blocks: tuple[int, int]
     depth: int
     traces: Sequence[Trace]
+    level: str
 
 
 def traces_of(
@@ -52,12 +53,14 @@ def traces_of(
 
     config: of the model's folder. found: a network of transformers. One whose blocks differ is traced whole.
     """
-    blocks, _ = counts(spec)
+    blocks, level = counts(spec)[0], spec.precision.storage.name
     depth = depth_of(spec, pipeline_rank) if found is None else found.depth
     if depth is None or (found is not None and depth <= blocks[1]):
-        return Tracing((1, 2), 1, [trace(spec, None, num_sequences, pipeline_rank, config)] * 2)
+        whole = trace(spec, None, num_sequences, pipeline_rank, config)
+        return Tracing((1, 2), 1, [whole, whole], level)
     traced = blocks if num_blocks is None else (num_blocks,)
-    return Tracing(blocks, depth, [trace(spec, number, num_sequences, pipeline_rank, config) for number in traced])
+    of_blocks = [trace(spec, number, num_sequences, pipeline_rank, config) for number in traced]
+    return Tracing(blocks, depth, of_blocks, level)
 
 
 def peak_of(spec: JobSpec, tracings: Sequence[Tracing]) -> Peak:
@@ -70,6 +73,7 @@ def peak_of(spec: JobSpec, tracings: Sequence[Tracing]) -> Peak:
         if num_bytes:
             exchanged.setdefault(axis, {}).setdefault(collective, {})[dtype] = num_bytes
     return Peak(
+        level=first_tracing.level,
         bytes=max(first for first, _ in found.moments),
         by_class=found.by_class,
         before=found.before,

@@ -53,8 +53,8 @@ def run(*command: str, lines: str = "") -> str:
 
 
 @cache
-def traced(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run("tests.worker.planning.traced", name))
+def traced(*names: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("tests.worker.planning.traced", *names))
     return found
 
 
@@ -96,6 +96,25 @@ def test_a_trace_holds_what_the_closed_form_says(name: str) -> None:
     # A trace rounds each tensor up to 512 bytes; a parameter has its states, scales and a counter beside it.
     rounded_up = 8 * 511 * found["num_parameters"]
     assert found["before"][0] == pytest.approx(alive, rel=0.001, abs=rounded_up), "between steps nothing but states is alive"
+
+
+OPTIONS = {json.dumps({**case, "level": None}): name for name, case in CASES.items()}
+"""Cases that differ by more than their level."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.system if name == "ZeRO 3" else pytest.mark.matrix) for name in OPTIONS.values()],
+)
+def test_one_trace_serves_all_levels_with_the_same_passes(name: str) -> None:
+    for level, found in traced("shared", name).items():
+        own, shared = found["own"], found["shared"]
+        assert (own["states_agree"], shared["states_agree"]) == (True, True), level
+        peak, rounded_up = own["peak_bytes"], 511 * found["num_parameters"]
+        assert shared["peak_bytes"] == pytest.approx(peak, rel=0.001, abs=rounded_up), level
+        for kind, num_bytes in own["peak_by_class"].items():
+            assert shared["peak_by_class"][kind] == pytest.approx(num_bytes, abs=max(0.001 * peak, rounded_up)), (level, kind)
 
 
 @pytest.mark.slow

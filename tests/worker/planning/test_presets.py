@@ -5,13 +5,12 @@ from itertools import product
 
 import pytest
 
-from octet.api_schemas.levels import AUTOMATIC
 from octet.api_schemas.models import PRESETS
-from octet.api_schemas.preset_peaks import FILE
+from octet.api_schemas.preset_peaks import FILE, SHIPPED
 from tests.worker.planning.test_planning import run
 
-SOME = [("gpt-1.3b", "O2"), ("llama-8b", "te")]
-OTHERS = [each for each in product(PRESETS, AUTOMATIC) if each not in SOME]
+SOME = [("gpt-1.3b", "O1"), ("llama-8b", "te")]
+OTHERS = [each for each in product(PRESETS, SHIPPED.values()) if each not in SOME]
 
 
 @pytest.mark.parametrize(

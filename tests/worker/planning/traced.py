@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from octet.api_schemas import JobSpec
 from octet.api_schemas.peak import PEAK_CLASSES
-from octet.api_schemas.plan import sizes_with
+from octet.api_schemas.plan import PlanRequest, TraceReply, TraceRequest, candidates, rows_of, sizes_with, trace_key
 from octet.api_schemas.planned_states import states_of_rank
-from octet.api_schemas.preset_peaks import preset_job, preset_peak
+from octet.api_schemas.preset_peaks import preset_job
 from octet.worker.planning import stages
 from octet.worker.planning import trace as trace_module
 from octet.worker.planning.fakes import Fakes
@@ -69,6 +69,8 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation": {"training": {"micro_batch_size": 1, "global_batch_size": 8}},
     "checkpointing": {"model": LLAMA, "training": {"activation_checkpointing": "full"}},
     "muon": {"model": LLAMA, "training": {"optimizer": {"name": "muon"}}},
+    "muon O3": {"model": LLAMA, "level": "O3", "training": {"optimizer": {"name": "muon"}}},
+    "muon O3-split": {"model": LLAMA, "level": "O3-split", "training": {"optimizer": {"name": "muon"}}},
     "muon, ZeRO 1": {"workers": 4, "training": {"optimizer": {"name": "muon"}}, "parallelism": {"zero_stage": 1}},
     "saving": {"model": LLAMA, "training": SAVING},
     "ZeRO 1": {"level": "O3", "workers": 4, "parallelism": {"zero_stage": 1}},
@@ -143,6 +145,26 @@ def found(pipeline_rank: int = 0, **case: Any) -> dict[str, Any]:
     }
 
 
+def shared(name: str) -> dict[str, dict[str, Any]]:
+    """Return each level's row by its own trace, and by that of the first level with the same passes."""
+    case = {key: value for key, value in CASES[name].items() if key != "level"}
+    rank = case.pop("pipeline_rank", 0)
+    firsts: dict[str, TraceReply] = {}
+    results = {}
+    for level in ("O1", "O2", "O2-8bit", "O3", "O3-split", "O3-split-8bit"):
+        spec = spec_of(level=level, **case)
+        network = find_network(spec, None)
+        _, (few, _) = counts(spec)
+        peak = peak_of(spec, [traces_of(spec, few, rank, None, network)])
+        own = TraceReply(id=f"0.{rank}", peak=peak, network=network and network.shapes)
+        replies = own, firsts.setdefault(trace_key(TraceRequest(id="0.0", job=spec)), own)
+        rows = [row for reply in replies for row in rows_of(candidates(PlanRequest(job=spec, levels=(level,))), [], [reply])]
+        own_row, shared_row = (row.model_dump(include={"peak_bytes", "peak_by_class", "states_agree"}) for row in rows)
+        num_parameters = len(list(sizes_with(spec, own.network).parameters() or ()))
+        results[level] = {"own": own_row, "shared": shared_row, "num_parameters": num_parameters}
+    return results
+
+
 def _whole(spec: JobSpec, pipeline_rank: int) -> tuple[JobSpec, int, int]:
     """Trace every micro-batch of a pipeline, on as many ranks as it has."""
     return spec, pipeline_rank, spec.batch.num_micro_batches
@@ -163,9 +185,9 @@ def of_preset() -> dict[str, Any]:
     document = preset_job("gpt-1.3b", "O2").model_dump(mode="json", exclude_unset=True)
     document["training"] |= {"sequence_length": 1024, "global_batch_size": 32}
     spec = JobSpec.model_validate(document)
-    shipped = preset_peak(spec)
+    [shipped] = rows_of(candidates(PlanRequest(job=spec, levels=("O2",))), [], [])
     traced = peak_of(spec, [traces_of(spec, number) for number in counts(spec)[1]])
-    return {"shipped": shipped and shipped.bytes, "traced": traced.bytes}
+    return {"shipped": shipped.peak_bytes, "traced": traced.bytes}
 
 
 def by_torch() -> dict[str, tuple[bool, int]]:
@@ -218,6 +240,7 @@ if __name__ == "__main__":
         "wider": wider,
         "of preset": of_preset,
         "by torch": by_torch,
+        "shared": lambda: shared(sys.argv[2]),
         "preset": lambda: peak_of_preset(*sys.argv[2:]),
         "packed gpt": lambda: packed(GPT),
         "packed llama": lambda: packed(LLAMA),
