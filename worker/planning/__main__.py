@@ -229,6 +229,7 @@ def _complete(plan: Plan, tracings: list[Tracing]) -> None:
 def _trace_in_child(parent: int, request: TraceRequest, piece: Piece, result: int) -> NoReturn:
     """Write the traces of a job, or the reason for which there are none, and end."""
     _leave(parent)
+    gc.freeze()  # what the parent keeps: to look at it would copy it
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     signal.alarm(DEADLINE_S)
