@@ -8,7 +8,7 @@ lower one nothing, to the upper one the largest published sizes of fragmentation
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, ValidationError
 
@@ -47,18 +47,22 @@ SMALL_BYTES = 1 << 20
 """A trace rounds each tensor up as CUDA's allocator does, by up to 511 bytes, which in tiny models is more than the tensors."""
 FP8_CAPABILITY = (8, 9)
 TRACED_FAMILIES = ("gpt", "llama", "huggingface", "roberta", "deit", "swin")
-ONLY_STATES = "only states: name the level to trace its peak"
+ONLY_STATES = "only states: ask for all peaks to have this one"
 
 
 class PlanRequest(Contract):
-    """A job, and the levels at which its peak is traced."""
+    """A job, and the levels at which it is planned."""
 
     job: JobSpec
     levels: tuple[LevelName, ...] = Field(
         default=(),
         max_length=len(LEVELS),
-        description="default: states of every level, and the peak of the job's own, or of auto's choices, and of those that "
-        "the same traces serve",
+        description="default: every level",
+    )
+    peaks: Literal["all", "own"] = Field(
+        default="all",
+        description="own: of the job's own level, or of auto's choices, and of those that the same traces serve; of others the "
+        "states alone",
     )
 
 
@@ -206,13 +210,10 @@ class Candidate(NamedTuple):
 def candidates(request: PlanRequest, pool: PoolConfig | None = None) -> list[Candidate]:
     """Return the job at every level that was asked for. pool: the job's, whose devices may lack FP8."""
     own = request.job.precision.level
-    traced = request.levels or (AUTOMATIC if own == "auto" else (own,))
+    names = request.levels or get_args(LevelName)
+    traced = names if request.peaks == "all" else AUTOMATIC if own == "auto" else (own,)
     served = {LEVELS[name].passes for name in traced} if _shares_traces(request.job) else set()
-    names = request.levels or LEVELS
-    return [
-        _at_level(request.job, name, pool, name in traced or LEVELS[name].passes in served)  # type: ignore[arg-type]
-        for name in names
-    ]
+    return [_at_level(request.job, name, pool, name in traced or LEVELS[name].passes in served) for name in names]
 
 
 def _at_level(job: JobSpec, level: LevelName, pool: PoolConfig | None, wants_peak: bool) -> Candidate:

@@ -141,7 +141,7 @@ class Client:
     def plan(self, spec: JobSpec | Mapping[str, Any], levels: Sequence[str] = ()) -> Plan:
         """Return the bytes that a job would take, the pools that it fits, and what would make it fit.
 
-        levels: whose peaks are traced; by default all levels are listed, and the peak of the job's own is traced.
+        levels: at which it is planned, by default all. Each that shares no trace with another takes a server some seconds.
         """
         document = {"job": _document(spec), "levels": list(levels)}
         answer = self._connection.request(

@@ -71,7 +71,7 @@ def _levels(text: str | None) -> tuple[LevelName, ...]:
     known: tuple[LevelName, ...] = get_args(LevelName)
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"got {unknown[0]}; allowed: {', '.join(known)}", param_hint="--levels")
-    return tuple(name for name in known if name in names) or known
+    return tuple(name for name in known if name in names)
 
 
 def _planned_here(request: PlanRequest, memory_gb: float | None, device: str | None) -> Iterator[Plan]:

@@ -75,8 +75,11 @@ def rows(spec: JobSpec, memory: int | None, activations: int | None = None, **op
     return rows_of(found, [pool(memory)], replies)
 
 
-def test_every_level_has_a_row_and_the_jobs_own_is_traced() -> None:
-    found = candidates(PlanRequest(job=job()))
+def test_every_level_has_a_row_and_all_or_the_jobs_own_are_traced() -> None:
+    every = traces_of(candidates(PlanRequest(job=job())), "O2")
+    assert {request.job.precision.level for request in every} == {*LEVELS}
+    assert len(set(map(trace_key, every))) == len(LEVELS) - 4
+    found = candidates(PlanRequest(job=job(), peaks="own"))
     assert [each.level for each in found] == list(LEVELS)
     requests = traces_of(found, "O2")
     assert [request.job.precision.level for request in requests] == ["O2", "O1", "O2-8bit"]
@@ -337,7 +340,7 @@ def test_a_job_that_does_not_fit_hears_what_would() -> None:
 
 def test_a_plan_of_auto_names_its_choice() -> None:
     spec = job("auto")
-    found = rows(spec, 80 * 10**9, 10**9)
+    found = rows(spec, 80 * 10**9, 10**9, peaks="own")
     traced = {row.level for row in found if row.peak_bytes is not None}
     assert traced == {*AUTOMATIC, "O3"}, "the trace of O3-split serves O3"
     assert plan_of(spec, found, ()).chosen_level == "bf16-amp"

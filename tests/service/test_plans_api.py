@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from octet.api_schemas import JobSpec, PoolConfig
 from octet.api_schemas.levels import LEVELS
-from octet.api_schemas.plan import Plan, PlanRequest, TraceRequest, candidates, trace_key, traces_of
+from octet.api_schemas.plan import ONLY_STATES, Plan, PlanRequest, TraceRequest, candidates, trace_key, traces_of
 from octet.service.jobs import planning
 from octet.service.jobs.planning import Planner
 from octet.service.settings import Settings
@@ -40,6 +40,10 @@ def test_a_plan_lists_every_level_with_its_states(client: TestClient, spec_docum
     assert own.converted_layers is None
     assert [row.converted_layers for row in plan.rows if row.level == "O2"] == [4]
     assert plan.missing == ()
+    assert {row.reason for row in plan.rows} == {own.reason}, "all peaks were asked for"
+    response = client.post("/v1/plans", json={"job": spec_document, "peaks": "own"})
+    reasons = {row.level: row.reason for row in Plan.model_validate_json(response.content).rows}
+    assert {level for level, reason in reasons.items() if reason != ONLY_STATES} == {own.level}
 
 
 @ON_SQLITE

@@ -33,7 +33,7 @@ export class PlanBeside {
 
   /**
    * Plan a valid job, unless this was asked last.
-   * @param {any} job @param {string[]} levels none: its own, and the states of all
+   * @param {any} job @param {string[]} levels none: all, with the peak of its own
    */
   show(job, levels) {
     const { name: _name, labels: _labels, priority: _priority, data: _data, ...others } = job;
@@ -43,10 +43,11 @@ export class PlanBeside {
     this.#asked = words;
     this.#asking = new AbortController();
     const { signal } = this.#asking;
-    this.#waiting = setTimeout(() => this.#ask({ job, levels }, signal), PAUSE_MS);
+    const peaks = levels.length ? "all" : "own"; // whoever types shall not wait for the others
+    this.#waiting = setTimeout(() => this.#ask({ job, levels, peaks }, signal), PAUSE_MS);
   }
 
-  /** @param {{job: any, levels: string[]}} request @param {AbortSignal} signal */
+  /** @param {{job: any, levels: string[], peaks: string}} request @param {AbortSignal} signal */
   async #ask(request, signal) {
     fill(this.place, h("p", { class: "muted" }, "Planning… The first plan of a server takes some seconds."));
     try {
