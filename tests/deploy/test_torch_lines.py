@@ -1,8 +1,11 @@
 """Each line of images has one lock that fits the pinned versions, and the documents name the driver that it needs."""
 
+import json
 import re
 import subprocess
 import sys
+import zipfile
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -42,13 +45,48 @@ def test_the_page_names_the_driver_of_a_line(line: str) -> None:
 
 
 @pytest.mark.system
-def test_pip_resolves_the_line_of_pypi(tmp_path: Path) -> None:
-    """Resolve what an image installs, without installing. The other lines are on PyTorch's indexes alone."""
+@pytest.mark.parametrize("line", IMAGE_LINES)
+def test_pip_resolves_a_line(line: str, tmp_path: Path) -> None:
+    """Resolve what an image installs, without installing.
+
+    Of PyTorch's own indexes a wheel without content stands in for torch, with the requirements that are known of it.
+    """
     wanted, constraints = tmp_path / "node.txt", tmp_path / "constraints.txt"
     wanted.write_text("\n".join(requirements(ROOT / "pyproject.toml", ["service", "worker", "ao", "models"])))
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
     constraints.write_text("".join(line for line in lines if not line.startswith(("torch==", "triton=="))))
-    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    options = ["--constraint", str(constraints), "--requirement", str(LOCKS["cu130"]), "--requirement", str(wanted)]
-    answer = subprocess.run([*pip, *options], capture_output=True, text=True, check=False, timeout=WHOLE_RUN_S)
+    if line in OF_NVIDIA:
+        write_torch_wheel(tmp_path, line)
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--find-links", str(tmp_path)]
+    report = tmp_path / "report.json"
+    options = ["--constraint", str(constraints), "--requirement", str(LOCKS[line]), "--requirement", str(wanted)]
+    answer = subprocess.run(
+        [*pip, *options, "--report", str(report)], capture_output=True, text=True, check=False, timeout=WHOLE_RUN_S
+    )
     assert answer.returncode == 0, answer.stderr
+    found = {each["metadata"]["name"]: each["metadata"]["version"] for each in json.loads(report.read_text())["install"]}
+    of_cuda = {name for name in found if name.startswith(("cuda-", "nvidia-")) and name not in OURS}
+    assert of_cuda == pinned(LOCKS[line]).keys() - {"torch", "triton"}, "the lock has all of NVIDIA's packages, and no others"
+
+
+OF_NVIDIA = {
+    "cu126": ("12.6.3", {"nvidia-cudnn-cu12": "9.10.2.21", "nvidia-cusparselt-cu12": "0.7.1", "nvidia-nccl-cu12": "2.29.3"}),
+    "cu129": ("12.9.1", {"nvidia-cudnn-cu12": "9.20.0.48", "nvidia-cusparselt-cu12": "0.8.1", "nvidia-nccl-cu12": "2.29.7"}),
+}
+"""The version of cuda-toolkit, and of what it does not have, that torch requires: at cu126 by the release workflow of
+pytorch/pytorch, at cu129 by two published locks that agree."""
+PARTS = "cublas,cudart,cufft,cufile,cupti,curand,cusolver,cusparse,nvjitlink,nvrtc,nvtx"
+
+
+def write_torch_wheel(folder: Path, line: str) -> None:
+    """Write a wheel of torch that has the requirements of the line's, and nothing else."""
+    version, (toolkit, others) = f"{OURS['torch']}+{line}", OF_NVIDIA[line]
+    required = [each for each in requires("torch") or () if "extra ==" not in each and not each.startswith(("cuda", "nvidia"))]
+    required += [f"cuda-toolkit[{PARTS}]=={toolkit}", "cuda-bindings>=12.9.4,<13", "nvidia-nvshmem-cu12==3.4.5"]
+    required += [f"{name}=={number}" for name, number in others.items()]
+    info = f"torch-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        lines = ["Metadata-Version: 2.1", "Name: torch", f"Version: {version}"]
+        wheel.writestr(f"{info}/METADATA", "\n".join([*lines, *(f"Requires-Dist: {each}" for each in required), ""]))
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
