@@ -20,7 +20,7 @@ from octet.api_schemas.evaluation import HALF_WIDTH
 from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.keys import ApiKey
 from octet.api_schemas.levels import Level
-from octet.api_schemas.plan import Plan, PlanRow
+from octet.api_schemas.plan import Fit, Plan, PlanRow
 from octet.api_schemas.quotas import TenantUse
 from octet.api_schemas.rows import Row
 from octet.api_schemas.step_floor import StepFloor
@@ -544,17 +544,24 @@ def age(at: datetime) -> str:
     return f"{seconds} s"
 
 
-def plan_details(plan: Plan) -> Group:
-    """A table with a row for each level, then the room in pools, what would make the job fit, and what is not known."""
+def plan_details(plan: Plan, level: str | None = None) -> Group:
+    """A table with a row for each level, then the details of one, what would make the job fit, and what is not known.
+
+    level: the job's own, whose details are shown, or those of the level that is chosen for auto; of all rows without either.
+    """
     right = ("WEIGHTS", "MASTERS", "GRADS", "MOMENTS", "STEP", "PEAK", "SENT")
-    grid = table("LEVEL", *right, right=right)
-    for row in plan.rows:
+    in_pool = [next((fit for fit in row.fits if fit.pool == plan.pool), None) for row in plan.rows]
+    of_pool = ("FITS", "BATCH", "SECONDS") if any(in_pool) else ()
+    grid = table("LEVEL", *right, *of_pool, right=(*right, "BATCH"))
+    for row, fit in zip(plan.rows, in_pool, strict=True):
         states = row.states or {}
         moments = sum(states[kind] for kind in ("exp_avg", "exp_avg_sq")) if states else None
         held = [states.get(kind) for kind in ("weights", "master_weights", "gradients")]
         sent = None if row.sent_bytes is None else sum(sum(by_dtype.values()) for by_dtype in row.sent_bytes.values())
-        grid.add_row(row.level, *map(num_bytes, (*held, moments, row.step_bytes, row.peak_bytes, sent)))
-    lines = [*_layer_lines(plan.rows), *_peak_lines(plan.rows), *(line for row in plan.rows for line in _fit_lines(row, plan))]
+        sizes = map(num_bytes, (*held, moments, row.step_bytes, row.peak_bytes, sent))
+        grid.add_row(row.level, *sizes, *(_fit_cells(fit) if of_pool else ()))
+    shown = [row for row in plan.rows if row.level in (level, plan.chosen_level)] or plan.rows
+    lines = [*_layer_lines(plan.rows), *_peak_lines(shown), *(line for row in shown for line in _fit_lines(row, plan))]
     if plan.chosen_level is not None:
         lines.append(f"precision.level auto is {plan.chosen_level}.")
     if plan.changes:
@@ -570,6 +577,20 @@ _ROOM = {
     "no": "does not fit",
     "unknown": "has room for the states",
 }
+
+
+_FITS = {"yes": "fits", "tight": "maybe", "no": "no", "unknown": "states do"}
+
+
+def _fit_cells(fit: Fit | None) -> tuple[str, str, str]:
+    """Return the cells of a row about the job's pool: room, largest micro-batch, and the predicted seconds of a step."""
+    if fit is None:
+        return "–", "–", "–"
+    batch = "–" if fit.largest_micro_batch is None else f"{fit.largest_micro_batch:,}"
+    seconds = "–" if fit.floor is None else f"≥ {fit.floor.step_s:.2g}"
+    if fit.predicted is not None:
+        seconds = f"{fit.predicted.least_s:.2g} to {fit.predicted.most_s:.2g}"
+    return _FITS[fit.verdict], batch, seconds
 
 
 def _layer_lines(rows: Sequence[PlanRow]) -> Iterable[str]:

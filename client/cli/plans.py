@@ -59,11 +59,11 @@ def plan(
         if terminal.is_live and not as_json:
             with Live(console=terminal.out) as live:
                 for known in plans:
-                    live.update(render.plan_details(known))
+                    live.update(render.plan_details(known, spec.precision.level))
             return
         with terminal.spinner_on_stderr("tracing"):
             *_, found = plans
-    terminal.show_json(found) if as_json else terminal.show(render.plan_details(found))
+    terminal.show_json(found) if as_json else terminal.show(render.plan_details(found, spec.precision.level))
 
 
 def _levels(text: str | None) -> tuple[LevelName, ...]:

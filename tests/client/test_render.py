@@ -14,7 +14,7 @@ from octet.api_schemas.catalog import model_families
 from octet.api_schemas.curve import Curve, CurveEvaluations
 from octet.api_schemas.job_plan import JobPlan, StepRange
 from octet.api_schemas.levels import LEVELS
-from octet.api_schemas.plan import Plan, PlanRow, StagePlan
+from octet.api_schemas.plan import Fit, Plan, PlanRow, StagePlan
 from octet.api_schemas.quotas import TenantUse
 from octet.api_schemas.rows import Row
 from octet.client import render
@@ -290,6 +290,29 @@ def test_a_plan_names_converted_layers_once_for_levels_that_convert_the_same() -
     assert "O3: 48 linear layers converted" in shown
     assert "bf16-amp at the peak: activations 3 GB, weights 1 GB" in shown
     assert "  rank 0 of the pipeline: 12 blocks, states 1 GB, peak 4 GB" in shown
+
+
+def test_a_plan_has_the_room_of_every_level_and_the_details_of_the_jobs_own() -> None:
+    fit = Fit(pool="gpu", memory_per_device_bytes=80 * 10**9, verdict="tight", free_bytes=10**9, largest_micro_batch=2048)
+    timed = fit.model_copy(update={"verdict": "yes", "predicted": StepRange(least_s=0.91, most_s=1.9)})
+    rows = [
+        PlanRow(level=level, peak_by_class={"weights": 10**9}, fits=(fit,))
+        for level, fit in (("te", fit), ("O2", timed), ("O3", fit.model_copy(update={"pool": "other"})))
+    ]
+    plan = Plan(pool="gpu", workers=1, micro_batch_size=4, rows=tuple(rows))
+    shown = lines(render.plan_details(plan, "O2"))
+    heading, *table = (line.split()[8:] for line in shown[:4])
+    assert heading == ["FITS", "BATCH", "SECONDS"]
+    assert table == [["maybe", "2,048", "–"], ["fits", "2,048", "0.91", "to", "1.9"], ["–", "–", "–"]]
+    assert shown[4:] == [
+        "O2 at the peak: weights 1 GB",
+        "O2 in pool gpu: fits, 1 GB free; largest micro-batch 2048, now 4",
+        "  predicted 0.91 to 1.9 s a step",
+    ]
+    chosen = plan.model_copy(update={"chosen_level": "te"})
+    for each, level, levels in ((plan, "fp32", ["te", "O2", "O3"]), (chosen, "auto", ["te"])):
+        found = [line for line in lines(render.plan_details(each, level)) if "at the peak" in line]
+        assert found == [f"{name} at the peak: weights 1 GB" for name in levels]
 
 
 def test_states_in_host_memory_have_a_line_of_their_own(make_job: MakeJob, make_summary: MakeSummary) -> None:
