@@ -59,20 +59,27 @@ NEMO = "NVIDIA NeMo 24.07, Megatron Core, DGX H100, FP8"
 
 
 class Stored(NamedTuple):
-    """Bytes of a parameter: weights with their copies, gradients, and what a distributed optimizer divides over its ranks."""
+    """Bytes of a parameter: weights with their copies, gradients, and what a distributed optimizer divides over its ranks.
+
+    activations: bytes that a block keeps of each token and hidden element; None for as many as at our level.
+    """
 
     weights: float
     gradients: float
     states: float
+    activations: int | None = None
 
 
 MEGATRON = Stored(2, 4, 12)
 """Weights in bf16, gradients in fp32; master weights and both moments in fp32."""
-TRANSFORMER_ENGINE = Stored(2 + 2, 4, 12)
+TE_ACTIVATIONS = 2 + 1 + 6 + 2 + 1 + 2 + 1 + 8 + 4
+"""Bytes in Transformer Engine 1.1, which MS-AMP pins: each norm's input and output, q, k and v, attention's output, the
+projection's input, GELU's input and output; inputs of products in codes (layernorm_linear.py, layernorm_mlp.py, linear.py)."""
+TRANSFORMER_ENGINE = Stored(2 + 2, 4, 12, TE_ACTIVATIONS)
 """The same, and E4M3 codes of each weight, once for rows and once for columns, kept over micro-batches."""
-MS_AMP = Stored(1, 1, 2 + 1 + 2)
-"""E4M3 weights, gradients in FP8; master weights and second moments in fp16, first moments in FP8. Its layers for Megatron
-transpose codes in the backward pass and keep none (msamp/megatron: layers.py, distributed.py, distrib_optimizer.py)."""
+MS_AMP = Stored(1 + 1, 1, 2 + 1 + 2, TE_ACTIVATIONS)
+"""E4M3 weights, gradients in FP8; master weights and second moments in fp16, first moments in FP8. Its GPTs ran in Transformer
+Engine's layers (MS-AMP-Examples, gpt3/pretrain_13b_megatron.sh), which keep the transposed codes (msamp/te: extension.py)."""
 OF_LEVEL = {"bf16-amp": MEGATRON, "te": TRANSFORMER_ENGINE, "O3": MS_AMP}
 
 
@@ -145,13 +152,11 @@ def fp8_lm_row(name: str, peak: float, job: JobSpec, why: str) -> Published:
 
 TENSOR_2: dict[str, Any] = {"tensor": 2, "sequence": True}
 LEFT = "what is left: the allocator's share, which plans take at 7 %"
-SLOPE = (
-    "published grows by 10 GB a sequence, as bf16 does, here by 7; 10 more, 1.5 bytes a parameter, are in none of its sources"
-)
+KEPT = "Transformer Engine's layers keep 27 bytes of a token's element in a block; by both published peaks at"
+SLOPE, SLOPE_OF_175B = f"{KEPT} 7B it is 35", f"{KEPT} 175B it is 19"
+SLOPE_AND_BF16 = "bf16 lacks 6 of the 10 GB, too; 35 bytes of a token's element in a block, as at 7B, would be 3 more"
 COPIES_IN_FLIGHT = "predicted has torch's bf16 copies of fp32 weights, one in each micro-batch in flight: 44 GB"
 LARGEST_BUFFERS = "NCCL's buffers are the largest that were published"
-SLOPE_OF_175B = "published grows by 5.8 GB a sequence, here by 7.0; 12, 2.1 bytes a parameter, are in none of its sources"
-UNEXPLAINED = "activations as in bf16, as at 7B, would add 4 GB; 15 more, 2.2 bytes a parameter, are in none of its sources"
 PEAKS: tuple[Published, ...] = (
     Published(
         f"{TITAN}; 8 H100, 1 × 8192, compiled (torchao's docs)", 47.65, GIB, titan(8, 1), f"{RESERVED}; 33.71 on B200, later"
@@ -169,11 +174,11 @@ PEAKS: tuple[Published, ...] = (
     fp8_lm_row("GPT 7B, micro-batch 2, MS-AMP O3", 49.4, fp8_lm(GPT_7B, "O3", 2), SLOPE),
     fp8_lm_row("GPT 7B, micro-batch 4, MS-AMP O3", 69.3, fp8_lm(GPT_7B, "O3", 4), SLOPE),
     fp8_lm_row("GPT 13B, tensor 2, bf16", 68.2, fp8_lm(GPT_13B, "bf16-amp", 2, **TENSOR_2), LEFT),
-    fp8_lm_row("GPT 13B, tensor 2, MS-AMP O3", 48.9, fp8_lm(GPT_13B, "O3", 2, **TENSOR_2), UNEXPLAINED),
+    fp8_lm_row("GPT 13B, tensor 2, MS-AMP O3", 48.9, fp8_lm(GPT_13B, "O3", 2, **TENSOR_2), SLOPE_AND_BF16),
     # 66.1 and 40.3 agree with the abstract ("39 % less"); no stored copy of the table was found to check 69.6 and 57.7 against.
     fp8_lm_row(f"GPT 175B, {FP8_LM_175B}, micro-batch 1, bf16", 66.1, fp8_lm_175b("bf16-amp", 1), COPIES_IN_FLIGHT),
     fp8_lm_row(f"GPT 175B, {FP8_LM_175B}, micro-batch 1, Transformer Engine", 69.6, fp8_lm_175b("te", 1), LARGEST_BUFFERS),
-    fp8_lm_row(f"GPT 175B, {FP8_LM_175B}, micro-batch 1, MS-AMP O3", 40.3, fp8_lm_175b("O3", 1), SLOPE_OF_175B),
+    fp8_lm_row(f"GPT 175B, {FP8_LM_175B}, micro-batch 1, MS-AMP O3", 40.3, fp8_lm_175b("O3", 1), LEFT),
     fp8_lm_row(f"GPT 175B, {FP8_LM_175B}, micro-batch 4, MS-AMP O3", 57.7, fp8_lm_175b("O3", 4), SLOPE_OF_175B),
 )
 
@@ -192,13 +197,21 @@ class Result(NamedTuple):
 def in_their_formats(sizes: GPTSizes, level: str, stored: Stored, layout: Layout, sequences: int) -> float:
     """Return the bytes of a GPU of the first stage in a system's formats, with the context and NCCL's buffers of a plan.
 
-    Activations are those of our level, without what it keeps once. A pipeline's first stage has no logits.
+    Embeddings are in Megatron's formats. A pipeline's first stage has no logits.
     """
     stage = sizes.model_copy(update={"num_layers": sizes.num_layers // layout.pipeline})
     num_parameters = build_gpt(stage, torch.device("meta")).num_parameters / layout.tensor
-    states = num_parameters * (stored.weights + stored.gradients + stored.states / layout.data)
+    num_embedded = (sizes.vocab_size + sizes.max_sequence_length) * sizes.hidden_size / layout.tensor
+
+    def bytes_of(formats: Stored) -> float:
+        return formats.weights + formats.gradients + formats.states / layout.data
+
+    states = (num_parameters - num_embedded) * bytes_of(stored) + num_embedded * bytes_of(MEGATRON)
     blocks = stage.num_layers * layout.pipeline / layout.tensor
-    activations = sequences * kept_by_block(level, sizes).sequence * blocks
+    kept = kept_by_block(level, sizes).sequence
+    if stored.activations is not None:
+        kept = stored.activations * sizes.max_sequence_length * sizes.hidden_size
+    activations = sequences * kept * blocks
     num_logits = sequences * sizes.max_sequence_length * sizes.vocab_size / layout.tensor if layout.pipeline == 1 else 0
     return states + activations + 6 * num_logits + CONTEXT_BYTES + OTHERS_NCCL_BYTES
 
