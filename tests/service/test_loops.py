@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from octet.api_schemas import JobSpec, JobState, PoolCapacity
+from octet.api_schemas import AttemptRef, FailureReason, JobSpec, JobState, PoolCapacity, Probe, ProbeState
 from octet.service import store
 from octet.service.cluster.fake import FakeLauncher
 from octet.service.cluster.launcher import LauncherError
@@ -140,6 +140,37 @@ def test_ray_s_exit_is_an_error_of_the_cluster() -> None:
         launcher.capacity()
     assert caught.value.retryable
     launcher.close()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "state", "reason"),
+    [
+        ([{"NodeID": "a", "Alive": False}], ProbeState.EXITED, FailureReason.NODE_LOST),
+        ([{"NodeID": "a", "Alive": True}], ProbeState.EXITED, FailureReason.CLUSTER_LOST),
+        (None, ProbeState.UNREACHABLE, None),
+    ],
+    ids=["its node is dead", "its node is alive", "no list of nodes came"],
+)
+def test_how_a_supervisor_died_waits_for_the_list_of_nodes(
+    nodes: list[dict[str, Any]] | None, state: ProbeState, reason: FailureReason | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.exceptions import ActorDiedError
+
+    from octet.service.cluster.ray.launcher import RayLauncher
+
+    launcher, ref = RayLauncher(lambda: "", POOLS), AttemptRef(attempt_id="a_1", epoch=1)
+    answers: list[Any] = [Probe(state=ProbeState.PLACING, data={"node_id": "a"}), ActorDiedError(), nodes]
+
+    def call(_launcher: RayLauncher, _deadline_s: float, _function: Any) -> Any:
+        answer = answers.pop(0)
+        if answer is None or isinstance(answer, Exception):
+            raise LauncherError("the cluster does not answer", retryable=True) from answer
+        return answer
+
+    monkeypatch.setattr(RayLauncher, "_call", call)
+    assert launcher.probe(ref).state is ProbeState.PLACING
+    probe = launcher.probe(ref)
+    assert (probe.state, probe.reason) == (state, reason)
 
 
 class TestProgress:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as DeadlineExceeded
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
@@ -108,11 +107,13 @@ class RayLauncher:
             self._nodes[ref] = str(probe.data["node_id"])
 
     def _died(self, ref: AttemptRef) -> Probe:
-        """Say how an attempt's supervisor died: with its node where Ray's list of nodes shows that, or alone."""
-        with suppress(LauncherError):  # a list that does not come shows nothing
-            if lost := self._lost_with_its_node(ref):
-                return lost
-        return Probe(state=ProbeState.EXITED, reason=FailureReason.CLUSTER_LOST, message="the attempt's supervisor died")
+        """Say how an attempt's supervisor died: with its node or alone. Which of the two waits for Ray's list of nodes."""
+        try:
+            lost = self._lost_with_its_node(ref)
+        except LauncherError as error:
+            return Probe(state=ProbeState.UNREACHABLE, message=f"the attempt's supervisor died; {error}")
+        alone = Probe(state=ProbeState.EXITED, reason=FailureReason.CLUSTER_LOST, message="the attempt's supervisor died")
+        return lost or alone
 
     def _lost_with_its_node(self, ref: AttemptRef) -> Probe | None:
         """Return what became of a supervisor whose node the cluster lists as dead, and None for any other.
