@@ -408,7 +408,7 @@ def _row(
         "overhead_bytes": None if peak is None else outside | {"fragmentation": _upper(lower, 0) - lower},
         "states_agree": None
         if peak is None
-        else all(_agrees(ranks[rank], reply.peak) for rank, reply in replies.items() if reply.peak is not None),
+        else all(_agrees(ranks[rank], reply.peak, sizes) for rank, reply in replies.items() if reply.peak is not None),
         "stages": _stages(spec, ranks, replies) if spec.layout.pipeline > 1 else (),
         "fits": tuple(
             _fit(pool, lower, 0 if pool.accelerator == "cpu" else overhead, peak, spec).model_copy(
@@ -473,16 +473,17 @@ def _layers(spec: JobSpec, sizes: FamilySizes) -> dict[str, Any]:
     return {"converted_layers": reasons.pop(None, 0), "left_layers": reasons}
 
 
-def _agrees(states: States, peak: Peak) -> bool:
+def _agrees(states: States, peak: Peak, sizes: FamilySizes) -> bool:
     """Return True if all classes but `other` are equal within 0.5 %, and if nothing else is alive between steps.
 
     `other` has an optimizer's counters on a GPU. Gradients are alive at the update, where classes are counted. The scales of
     experts' gradients are 16 bytes apart, which counts where a level has no other scales.
     """
-    padding = {"scales": SMALL_BYTES}
+    has_experts = getattr(sizes, "num_experts_per_token", None) is not None
+    most_of_scales = 16 / 4 - 1 if has_experts else 0.005
     alive = sum(num_bytes for kind, num_bytes in peak.held.items() if kind != "gradients")
     return abs(peak.before - alive) <= 0.005 * alive + SMALL_BYTES and all(
-        abs(num_bytes - peak.held[kind]) <= 0.005 * num_bytes + padding.get(kind, 0)
+        -0.005 * num_bytes <= peak.held[kind] - num_bytes <= (most_of_scales if kind == "scales" else 0.005) * num_bytes
         for kind, num_bytes in states.held.items()
         if kind != "other"
     )

@@ -174,9 +174,12 @@ def test_states_that_differ_from_the_trace_are_marked() -> None:
     for traced in (wrong, more):
         (row,) = rows_of(found, [], [TraceReply(id="0.0", peak=traced)])
         assert row.states_agree is False
-    padded = peak.model_copy(update={"held": peak.held | {"scales": peak.held["scales"] + 1152}})
-    (row,) = rows_of(found, [], [TraceReply(id="0.0", peak=padded)])
-    assert row.states_agree is True
+    o1 = peak_of(job("O1"), 1)
+    padded = o1.model_copy(update={"held": o1.held | {"scales": 2 * o1.held["scales"]}})
+    found = candidates(PlanRequest(job=job("O1"), levels=("O1",)))
+    for traced, agrees in ((o1, True), (padded, False)):
+        (row,) = rows_of(found, [], [TraceReply(id="0.0", peak=traced)])
+        assert row.states_agree is agrees, "only scales of experts lie apart"
 
 
 def test_each_rank_of_a_pipeline_is_planned_and_the_largest_decides() -> None:

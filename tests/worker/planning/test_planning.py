@@ -105,7 +105,10 @@ OPTIONS = {json.dumps({**case, "level": None}): name for name, case in CASES.ite
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.system if name == "ZeRO 3" else pytest.mark.matrix) for name in OPTIONS.values()],
+    [
+        pytest.param(name, marks=pytest.mark.system if name in ("ZeRO 3", "mixture O3-split-8bit") else pytest.mark.matrix)
+        for name in OPTIONS.values()
+    ],
 )
 def test_one_trace_serves_all_levels_with_the_same_passes(name: str) -> None:
     for level, found in traced("shared", name).items():
