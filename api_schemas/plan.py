@@ -47,6 +47,7 @@ SMALL_BYTES = 1 << 20
 """A trace rounds each tensor up as CUDA's allocator does, by up to 511 bytes, which in tiny models is more than the tensors."""
 FP8_CAPABILITY = (8, 9)
 TRACED_FAMILIES = ("gpt", "llama", "huggingface", "roberta", "deit", "swin")
+NO_TRITON = "triton is not installed, which PyTorch's CPU build leaves out; pip install triton"
 ONLY_STATES = "only states: ask for all peaks to have this one"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from octet.api_schemas.data.files import ANY_FILE
-from octet.api_schemas.plan import TraceReply, TraceRequest, read_configs, trace_key
+from octet.api_schemas.plan import NO_TRITON, TraceReply, TraceRequest, read_configs, trace_key
 
 
 def trace_here(requests: Sequence[TraceRequest]) -> Iterator[TraceReply]:
@@ -21,6 +21,9 @@ def trace_here(requests: Sequence[TraceRequest]) -> Iterator[TraceReply]:
     if find_spec("torch") is None:
         reason = "only states: a peak needs pip install 'octet-fp8[worker]'"
         yield from (TraceReply(id=request.id, reason=reason) for request in requests)
+        return
+    if find_spec("triton") is None:
+        yield from (TraceReply(id=request.id, reason=f"only states: {NO_TRITON}") for request in requests)
         return
     readable, unread = read_configs(requests, ANY_FILE)
     yield from unread

@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from octet.api_schemas import JobSpec, PoolConfig
 from octet.api_schemas.job_plan import JobPlan
 from octet.api_schemas.plan import (
+    NO_TRITON,
     Candidate,
     Plan,
     PlanRequest,
@@ -69,6 +70,8 @@ def why_no_peaks(settings: Settings) -> str | None:
         return "this server traces no peaks: its setting planner is off"
     if find_spec("torch") is None:
         return "this server traces no peaks: octet-fp8[worker] is not installed there"
+    if find_spec("triton") is None:
+        return f"this server traces no peaks: {NO_TRITON}"
     return None
 
 

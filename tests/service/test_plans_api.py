@@ -109,6 +109,15 @@ def test_a_plan_says_what_its_pool_lacks(settings: Settings, spec_document: Docu
     assert missing.startswith("pool 'cpu' states no memory: set its memory_per_device_bytes")
 
 
+def test_a_server_without_triton_says_so(settings: Settings, spec_document: Document, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's CPU build comes without it."""
+    monkeypatch.setattr(planning, "find_spec", lambda name: None if name == "triton" else object())
+    planner = Planner(settings.model_copy(update={"planner": True}))
+    plan = asyncio.run(planner.plan(PlanRequest(job=JobSpec.model_validate(spec_document), levels=("O2",))))
+    assert plan.rows[0].states
+    assert (plan.rows[0].reason or "").endswith("pip install triton")
+
+
 @ON_SQLITE
 def test_a_plan_of_a_wrong_job_is_refused_by_its_field(client: TestClient, spec_document: Document) -> None:
     for job, levels, field in (
