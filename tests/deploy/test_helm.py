@@ -40,6 +40,7 @@ OTHER_POOL = {
 OTHERS: dict[str, Any] = {
     "images": {"control": "registry.example/octet-control@sha256:" + 64 * "0"},
     "imagePullSecrets": [{"name": "registry"}],
+    "planner": False,
     "secrets": {"apiKeys": "my-keys"},
     "dataStores": ["s3://corpus/books"],
     "exportStores": ["s3://models/octet", "gs://models"],
@@ -118,6 +119,16 @@ def test_quotas_are_a_file_of_both_processes() -> None:
         (container,) = found[f"Deployment/octet-{name}"]["spec"]["template"]["spec"]["containers"]
         assert {"name": "OCTET_QUOTAS_FILE", "value": "/etc/octet/quotas.yaml"} in container["env"]
     assert "quotas.yaml" not in by_name({})["ConfigMap/octet-pools"]["data"]
+
+
+@pytest.mark.parametrize(("values", "image", "planner"), [({}, "node", "true"), (OTHERS, "control", "false")])
+def test_api_and_dispatcher_plan_if_they_have_pytorch(values: dict[str, Any], image: str, planner: str) -> None:
+    images = yaml.safe_load((render.CHART / "values.yaml").read_text())["images"] | values.get("images", {})
+    found = by_name(values)
+    for name in ("api", "dispatcher"):
+        (container,) = found[f"Deployment/octet-{name}"]["spec"]["template"]["spec"]["containers"]
+        assert container["image"] == images[image]
+        assert {"name": "OCTET_PLANNER", "value": planner} in container["env"]
 
 
 def test_another_pool_means_other_pods() -> None:

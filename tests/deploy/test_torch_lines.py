@@ -26,7 +26,7 @@ def test_a_lock_has_the_pinned_torch(line: str) -> None:
     version, _, local = lock["torch"].partition("+")
     assert version == OURS["torch"]
     assert local == ("" if line == "cu130" else line), "PyPI's build has no local version; PyTorch's indexes name the line"
-    assert line == "cpu" or lock["triton"] == OURS["triton"]
+    assert lock["triton"] == OURS["triton"]
 
 
 def test_a_node_has_the_newest_line_by_default() -> None:

@@ -92,13 +92,12 @@ def test_rows_come_with_their_peaks(settings: Settings, spec_document: Document,
     assert peaks[0] == []
     assert peaks[-1] == ["O2", "te"]
     assert next(filter(None, peaks)) == ["te"], "the job's own level comes first"
-    own = [row for plan in known for row in plan.rows if row.level == "te" and row.peak_bytes is not None]
-    assert own[0].reason == "its largest micro-batch is being traced"
-    assert own[0].fits[0].largest_micro_batch is None
-    [last] = [row for row in whole.rows if row.level == "te"]
-    assert last.reason is None
-    assert last.fits[0].largest_micro_batch is not None
-    assert last.peak_bytes == own[0].peak_bytes
+    own = [row for plan in (*known, whole) for row in plan.rows if row.level == "te" and row.peak_bytes is not None]
+    for row in own:  # two processes trace side by side: the largest micro-batch may be known as early as the peak
+        is_whole = row.fits[0].largest_micro_batch is not None
+        assert row.reason == (None if is_whole else "its largest micro-batch is being traced")
+    assert own[-1].fits[0].largest_micro_batch is not None
+    assert {row.peak_bytes for row in own} == {own[0].peak_bytes}
 
 
 def test_a_plan_says_what_its_pool_lacks(settings: Settings, spec_document: Document) -> None:

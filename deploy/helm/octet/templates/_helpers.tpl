@@ -37,6 +37,11 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
+{{/* The image of api and dispatcher, which trace the peaks of plans if it has PyTorch. */}}
+{{- define "octet.plannerImage" -}}
+{{ ternary .Values.images.node .Values.images.control .Values.planner }}
+{{- end }}
+
 {{/* The settings that api and dispatcher share. */}}
 {{- define "octet.settings" -}}
 - {name: OCTET_DATABASE_URL_FILE, value: /secrets/database/url}
@@ -49,6 +54,7 @@ imagePullSecrets:
 - {name: OCTET_EXPORT_STORES, value: {{ join "," . | quote }}}
 {{- end }}
 - {name: OCTET_LOG_FORMAT, value: json}
+- {name: OCTET_PLANNER, value: {{ .Values.planner | quote }}}
 - {name: OCTET_POOLS_FILE, value: /etc/octet/pools.yaml}
 {{- if .Values.quotas }}
 - {name: OCTET_QUOTAS_FILE, value: /etc/octet/quotas.yaml}
