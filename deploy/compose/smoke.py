@@ -153,6 +153,10 @@ def run_what_the_documents_show(stack: Stack) -> None:
         raise Failed(f"the demo did not pass:\n{shown[-2000:]}")
     (example,) = stack.finish([stack.client.submit(load_job_file(str(ROOT / "examples/gpt-tiny.yaml")))])
     logger.info("the demo passed; %s of examples/ succeeded", example.name)
+    (row,) = stack.client.plan(example.spec, ["O2"]).rows
+    if row.peak_bytes is None:
+        raise Failed(f"the api traces no peak: {row.reason}")
+    logger.info("the api plans %s: %d bytes at the peak", example.name, row.peak_bytes)
 
 
 def kill(stack: Stack, service: str, expected: list[list[float | None]]) -> None:

@@ -60,7 +60,7 @@ def test_without_a_device_the_cpu_build_is_taken(machine: Machine, capsys: pytes
     assert cpu[-1] == "torch==99.1.0"
     assert cpu[cpu.index("--torch-backend") + 1] == "cpu"
     assert cpu[cpu.index("--python") + 1] == sys.executable
-    assert "190 MB" in capsys.readouterr().out
+    assert "390 MB" in capsys.readouterr().out
 
 
 def test_an_index_that_does_not_answer_leaves_the_choice_to_pip(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

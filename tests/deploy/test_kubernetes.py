@@ -247,7 +247,7 @@ def test_the_pod_that_fills_the_data_claim_has_the_rights_of_the_others() -> Non
     assert pod["spec"]["securityContext"] == PODS["api"]["spec"]["securityContext"]
     (container,) = pod["spec"]["containers"]
     assert container["securityContext"] == next(containers("api"))["securityContext"]
-    assert container["image"] == next(containers("api"))["image"]
+    assert container["image"] == next(containers("ingest"))["image"]
     (volume,) = pod["spec"]["volumes"]
     assert volume["persistentVolumeClaim"] == {"claimName": "octet-data"}
     assert MANIFESTS["PersistentVolumeClaim/octet-data"]["spec"]["accessModes"] == ["ReadWriteMany"]

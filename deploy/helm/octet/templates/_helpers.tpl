@@ -54,7 +54,9 @@ imagePullSecrets:
 - {name: OCTET_EXPORT_STORES, value: {{ join "," . | quote }}}
 {{- end }}
 - {name: OCTET_LOG_FORMAT, value: json}
-- {name: OCTET_PLANNER, value: {{ .Values.planner | quote }}}
+{{- if not .Values.planner }}
+- {name: OCTET_PLANNER, value: "false"}
+{{- end }}
 - {name: OCTET_POOLS_FILE, value: /etc/octet/pools.yaml}
 {{- if .Values.quotas }}
 - {name: OCTET_QUOTAS_FILE, value: /etc/octet/quotas.yaml}
