@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-CPU_SIZES = "PyTorch's CPU build and Triton: about 390 MB to download; .venv then takes 2.0 GB"
+CPU_SIZES = "PyTorch's CPU build and Triton: about 390 MB to download; .venv then takes 2.1 GB"
 CUDA_SIZES = "PyPI's build for Linux is the CUDA one: about 3 GB to download; .venv then takes 5.7 GB"
 DRIVER = Path("/proc/driver/nvidia/version")
 UV_SETTINGS = {"UV_HTTP_TIMEOUT": "15", "UV_HTTP_RETRIES": "1"}

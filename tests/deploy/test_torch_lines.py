@@ -26,7 +26,7 @@ def test_a_lock_has_the_pinned_torch(line: str) -> None:
     version, _, local = lock["torch"].partition("+")
     assert version == OURS["torch"]
     assert local == ("" if line == "cu130" else line), "PyPI's build has no local version; PyTorch's indexes name the line"
-    assert lock["triton"] == OURS["triton"]
+    assert line == "cpu" or lock["triton"] == OURS["triton"]
 
 
 def test_a_node_has_the_newest_line_by_default() -> None:
@@ -54,7 +54,7 @@ def test_pip_resolves_a_line(line: str, tmp_path: Path) -> None:
     wanted, constraints = tmp_path / "node.txt", tmp_path / "constraints.txt"
     wanted.write_text("\n".join(requirements(ROOT / "pyproject.toml", ["service", "worker", "ao", "models"])))
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
-    constraints.write_text("".join(line for line in lines if not line.startswith(("torch==", "triton=="))))
+    constraints.write_text("".join(line for line in lines if not line.startswith("torch==")))
     if line in OF_NVIDIA:
         write_torch_wheel(tmp_path, line)
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--find-links", str(tmp_path)]
