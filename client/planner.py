@@ -31,7 +31,7 @@ def trace_here(requests: Sequence[TraceRequest]) -> Iterator[TraceReply]:
     for request in readable:
         by_key.setdefault(trace_key(request), []).append(request)
     served = {first.id: [request.id for request in (first, *others)] for first, *others in by_key.values()}
-    waiting = set(served)
+    answers = {first: TraceReply(id=first, more=True) for first in served}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     command = (sys.executable, "-m", "octet.worker.planning")
     with tempfile.TemporaryFile("w+") as lines, tempfile.TemporaryFile("w+", errors="replace") as errors:
@@ -44,11 +44,13 @@ def trace_here(requests: Sequence[TraceRequest]) -> Iterator[TraceReply]:
             try:
                 for line in process.stdout:
                     reply = TraceReply.model_validate_json(line)
-                    waiting.discard(reply.id)
+                    answers[reply.id] = reply
                     yield from (reply.model_copy(update={"id": each}) for each in served[reply.id])
             except GeneratorExit:
                 process.terminate()  # nobody reads the other replies
                 raise
         errors.seek(0)
         reason = f"the planner's process ended with status {process.returncode}: {errors.read()[-300:]}"
-    yield from (TraceReply(id=each, reason=reason) for first in waiting for each in served[first])
+    for answer in answers.values():
+        if answer.more:
+            yield from (answer.model_copy(update={"id": each, "more": False, "reason": reason}) for each in served[answer.id])

@@ -26,6 +26,7 @@ from octet.api_schemas.plan import (
     traces_of,
 )
 from octet.api_schemas.training import AdapterSpec
+from octet.client.planner import trace_here
 from octet.worker.planning.curve import Moment
 from octet.worker.planning.moments import extrapolate
 from octet.worker.planning.trace import Trace
@@ -304,6 +305,23 @@ def test_a_child_that_is_killed_is_the_reason_for_one_job_alone() -> None:
     assert "status 9" in (killed.reason or "")
     assert traced_job.id == "traced"
     assert traced_job.peak is not None
+
+
+@pytest.mark.system
+def test_a_process_that_is_killed_leaves_the_peaks_that_it_had_traced() -> None:
+    jobs = [spec_of(LLAMA, training={"sequence_length": length}) for length in (16, 32, 48, 64)]
+    requests = [TraceRequest(id=str(index), job=job) for index, job in enumerate(jobs)]
+    last: dict[str, TraceReply] = {}
+    for reply in trace_here(requests):
+        if not last:
+            (planner,) = (each for each in psutil.Process().children() if "octet.worker.planning" in each.cmdline())
+            planner.kill()
+        assert reply.id not in last or reply.peak is not None, "a peak that was known is kept"
+        last[reply.id] = reply
+    assert last.keys() == {request.id for request in requests}
+    assert not any(reply.more for reply in last.values())
+    assert any(reply.peak is not None for reply in last.values())
+    assert any(f"ended with status -{signal.SIGKILL}" in (reply.reason or "") for reply in last.values())
 
 
 @pytest.mark.system
