@@ -239,6 +239,16 @@ def compiler_counters() -> Any:
     return counters
 
 
+def compile_what_forward_passes_remember() -> None:
+    """Let this process compile checkpointed functions that change an object of Python's, without doing so again backward.
+
+    The compiler refuses them otherwise, and runs such a block op by op.
+    """
+    import torch._dynamo.config as settings
+
+    settings.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
 def compile_time_s() -> float:
     """Return the seconds that this process has spent in the compiler."""
     from torch._dynamo.utils import calculate_time_spent

@@ -20,7 +20,7 @@ from octet.worker.fp8.experts import has_experts
 from octet.worker.fp8.linear import Float8Linear
 from octet.worker.fp8.norm_forward import NormForward
 from octet.worker.kernels.library import call_directly_in_graphs
-from octet.worker.kernels.torch_private import compile_time_s, compiler_counters
+from octet.worker.kernels.torch_private import compile_time_s, compile_what_forward_passes_remember, compiler_counters
 from octet.worker.models.blocks import repeated_blocks
 from octet.worker.prepare.saved_activations import SavingForward
 
@@ -57,12 +57,15 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
 
     Blocks with experts are left out: in each pass the host reads how many tokens each expert has.
     Call it after `initialize` and the functions that change blocks. Graphs of inductor call our kernels without torch's
-    dispatcher. backend: inductor, or aot_eager, whose graphs are run op by op; blocks that keep their activations in FP8
+    dispatcher. Where blocks are checkpointed, what any compiled function of this process changes in Python is not done again
+    backward. backend: inductor, or aot_eager, whose graphs are run op by op; blocks that keep their activations in FP8
     (`keep_activations_in_fp8`) do so in both.
     """
     blocks = [block for block in repeated_blocks(model) if not has_experts(block)]
     if backend == "inductor":
         call_directly_in_graphs()
+    if any(wrapper_of(block, CheckpointedForward) for block in blocks):  # layers of tensor ranks remember an input they share
+        compile_what_forward_passes_remember()
     for block in blocks:
         saving = wrapper_of(block, SavingForward)
         options = {"backend": backend} if saving is None else saving.leave_to_compiler(backend)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from octet.worker.kernels import torch_private as private
 
@@ -254,6 +255,27 @@ def compiler() -> None:
     assert private.compiler_counters()["graph_break"] == breaks
 
 
+def checkpointed_side_effects() -> None:
+    """A checkpointed function that changes a list is compiled as one graph, and changes it once."""
+    import torch._dynamo.config as settings
+
+    seen: list[int] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return (x * 2).sin()
+
+    before, breaks = settings.skip_fwd_side_effects_in_bwd_under_checkpoint, dict(private.compiler_counters()["graph_break"])
+    private.compile_what_forward_passes_remember()
+    try:
+        run = torch.compile(lambda x: checkpoint(forward, x, use_reentrant=False), backend="aot_eager")
+        run(torch.ones(4, requires_grad=True)).sum().backward()
+    finally:
+        settings.skip_fwd_side_effects_in_bwd_under_checkpoint = before
+    assert seen == [1]
+    assert private.compiler_counters()["graph_break"] == breaks
+
+
 def never_compiled() -> None:
     """torch hands over neither the function's frame nor that of what it calls."""
     found: list[int] = []
@@ -302,7 +324,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         *(foreach, scaled_mm, in_shape),
         *(num_modes, transforms, backward_pass, call_after_backward),
         *(version_of, base_of, key_of_storage, hooks_after_accumulation),
-        *(compiler, never_compiled, inductor, flight_recorder_dumps, wait_for),
+        *(compiler, checkpointed_side_effects, never_compiled, inductor, flight_recorder_dumps, wait_for),
         *(optimizer_hooks, of_an_optimizers_class, scheduler, leave_the_compiler_unloaded),
     )
 }

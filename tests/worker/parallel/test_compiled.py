@@ -88,11 +88,16 @@ def test_blocks_are_compiled_once_and_train_as_eager_ones(jobs: Jobs, case: Case
         assert found["events"] == ["training.compiled"], rank
         num_most = num_kinds * (2 if case[4].get("residual_stream") == "bf16" else 1)
         assert num_kinds <= found["graphs"] <= num_most, rank
-        assert found["sent"] == expected["sent"]
+        assert _without_reports(found["sent"]) == _without_reports(expected["sent"])
         for name in ("losses", "norms"):
             is_exact = case[2] == "cpu"
             equal = expected[name] if is_exact else pytest.approx(expected[name], rel=ACCELERATOR_TOLERANCE)
             assert found[name] == equal, (rank, name)
+
+
+def _without_reports(sent: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Return counted bytes without the sums of losses: how many steps a report holds depends on the time that they take."""
+    return {kind: {dtype: num for dtype, num in of.items() if (kind, dtype) != ("sum", "float64")} for kind, of in sent.items()}
 
 
 @pytest.mark.matrix
