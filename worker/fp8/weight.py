@@ -201,9 +201,11 @@ class Float8Weight(Tensor):
         values_amax: Tensor,
         residual: Tensor | None = None,
         state: WeightState | None = None,
+        storage_offset: int | None = None,
     ) -> "Float8Weight":
+        offset = codes.storage_offset() if storage_offset is None else storage_offset
         made: Float8Weight = make_wrapper_subclass(
-            cls, codes.shape, codes.stride(), codes.storage_offset(), dtype=torch.float32, device=codes.device
+            cls, codes.shape, codes.stride(), offset, dtype=torch.float32, device=codes.device
         )
         return made
 
@@ -214,8 +216,9 @@ class Float8Weight(Tensor):
         values_amax: Tensor,
         residual: Tensor | None = None,
         state: WeightState | None = None,
+        storage_offset: int | None = None,
     ) -> None:
-        """state: of the weight that this is an alias or a view of."""
+        """state: of the weight that this is an alias or a view of. storage_offset: of the values, if not that of the codes."""
         if codes.dtype not in ENCODED_DTYPES:
             raise ValueError(f"a weight has codes of {codes.dtype}; allowed: float16, float8_e4m3fn.")
         if residual is not None and (codes.dtype != E4M3.dtype or residual.dtype != torch.int8):
@@ -515,13 +518,19 @@ class Float8Weight(Tensor):
         whole.state.is_gathered = True
         return whole, tuple(gathered)
 
-    def __tensor_flatten__(self) -> tuple[list[str], bool]:
-        """Return the names of the parts, and what a compiled graph is made for, and made again if it changes."""
-        return [name for name, part in self._parts().items() if part is not None], self.state.is_finer
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[bool, int]]:
+        """Return the names of the parts, and what a compiled graph is made for, and made again if it changes.
+
+        A gathered weight keeps its offset, and has codes at another: in the memory that a block's weights share.
+        """
+        names = [name for name, part in self._parts().items() if part is not None]
+        return names, (self.state.is_finer, int(self.storage_offset()))
 
     @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], is_finer: bool, _size: Any, _stride: Any) -> "Float8Weight":
-        made = Float8Weight(parts["codes"], parts["dequant_scale"], parts["values_amax"], parts.get("residual"))
+    def __tensor_unflatten__(parts: dict[str, Tensor], kept: tuple[bool, int], _size: Any, _stride: Any) -> "Float8Weight":
+        is_finer, offset = kept
+        numbers = parts["dequant_scale"], parts["values_amax"], parts.get("residual")
+        made = Float8Weight(parts["codes"], *numbers, storage_offset=offset)
         made.state.is_finer_outside = is_finer
         return made
 

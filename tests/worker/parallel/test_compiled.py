@@ -24,17 +24,21 @@ LONG_S = 300.0
 PIPELINE, TENSOR = {"pipeline": 2}, {"tensor": 2}
 Case = tuple[str, str, str, dict[str, Any], dict[str, Any]]
 """A family, a level, the device that the CPU behaves as, the degrees, and options of the training."""
-FAST: list[Case] = [("llama", "O2", "cpu", PIPELINE, {}), ("gpt", "O2", "cpu", TENSOR, {})]
 STAGED = [name for name, level in LEVELS.items() if level.engine != "torchao"]
 SAVINGS: list[dict[str, Any]] = [
     {"activation_checkpointing": "full"},
     {"activation_checkpointing": "selective"},
     {"residual_stream": "bf16"},
 ]
-CASES: list[Case] = [
-    *FAST,
-    *[("llama", level, "cpu", PIPELINE, {}) for level in (*STAGED, "delayed") if level != "O2"],
-    *[("gpt", level, "cpu", TENSOR, {}) for level in (*DIVIDED_LEVELS, "delayed") if level != "O2"],
+FAST: list[Case] = [
+    ("llama", "O2", "cpu", PIPELINE, {}),
+    ("gpt", "O2", "cpu", TENSOR, {}),
+    *[("llama", "O3", "cpu", degrees, SAVINGS[0]) for degrees in (PIPELINE, TENSOR)],
+    ("gpt", "O3", "cpu", {"zero_stage": 3}, {}),
+]
+OTHERS: list[Case] = [
+    *[("llama", level, "cpu", PIPELINE, {}) for level in (*STAGED, "delayed")],
+    *[("gpt", level, "cpu", TENSOR, {}) for level in (*DIVIDED_LEVELS, "delayed")],
     *[("llama", "O3", "cpu", degrees, saving) for degrees in (PIPELINE, TENSOR) for saving in SAVINGS],
     *[("gpt", level, "accelerator", degrees, {}) for level in ("te", "O2", "O3-split") for degrees in (PIPELINE, TENSOR)],
     ("llama", "O3-split", "cpu", {"pipeline": 2, "schedule": "interleaved"}, {}),
@@ -43,7 +47,9 @@ CASES: list[Case] = [
     ("llama", "O2", "cpu", {"pipeline": 2, "tensor": 2, "workers": 4}, {}),
     *[("gpt", level, "cpu", {"tensor": 2, "zero_stage": 3, "workers": 4}, {}) for level in ("te", "O3")],
     *[("gpt", level, "accelerator", {}, {}) for level in ("te", "O2", "O3-split")],
+    *[("gpt", level, "cpu", {"zero_stage": 3}, {}) for level in ("te", "O2", "O3-split", "bf16-amp")],
 ]
+CASES = [*FAST, *(case for case in OTHERS if case not in FAST)]
 ACCELERATOR_TOLERANCE = 1e-3
 """Relative. Norms of eager blocks run as one kernel there, also on one process: a last bit may round to another code."""
 
