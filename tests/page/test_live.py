@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Page
 
 pytestmark = pytest.mark.system
-NUM_TABS = 9
+NUM_TABS, NUM_KILLS = 9, 20
 
 
 def test_nine_tabs_are_live_on_one_stream(context: "BrowserContext", own_site: Callable[..., Site]) -> None:
@@ -120,9 +120,8 @@ def lives(world: World) -> Iterator[Lives]:
     server.kill()
 
 
-@pytest.mark.parametrize("num_kills", [6, pytest.param(20, marks=pytest.mark.matrix)])
 def test_no_point_is_lost_or_doubled_when_the_server_is_killed(
-    page: "Page", own_site: Callable[..., Site], errors: list[str], num_kills: int
+    page: "Page", own_site: Callable[..., Site], errors: list[str]
 ) -> None:
     """The job trains on meanwhile, and once it goes back to a checkpoint. The chart is then read step by step by its keys."""
     world = own_site().world
@@ -134,11 +133,11 @@ def test_no_point_is_lost_or_doubled_when_the_server_is_killed(
         ready(page, f"{server.url}/jobs/{job_id}?smooth=0")
         page.wait_for_selector("#connection[data-state=live]")
         last = 5
-        for kill in range(num_kills):
+        for kill in range(NUM_KILLS):
             train(world, rank, range(last + 1, last + 3), seed=kill)
             server.kill()
             page.locator("#connection", has_text="connection lost").wait_for()
-            if kill == num_kills // 2:
+            if kill == NUM_KILLS // 2:
                 end(rank, "failed", reason=FailureReason.WORKER_LOST, message="rank 0 was killed by signal 9")
                 world.clock.turn(60)
                 world.dispatch()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from octet.worker.fp8.operand import OperandScaling
-from octet.worker.kernels.torch_private import set_version, version_of
+from octet.worker.kernels.torch_private import keeping_versions
 from octet.worker.mesh.neighbours import ForeignWaits, count_sent, receive, receive_described, send, send_described
 from octet.worker.metrics.activations import activations_counted_once
 from octet.worker.metrics.table import Metrics
@@ -48,7 +48,7 @@ class PipelineRun:
         self.has_passed = False
         """True while gradients of passes have not been completed (`PipelinedModel.before_exchange`)."""
         scalings = [module for module in stages.split.model.modules() if isinstance(module, OperandScaling)]
-        self._remembered = [buffer for scaling in scalings for buffer in scaling.buffers()]
+        self._remembered = tuple(buffer for scaling in scalings for buffer in scaling.buffers())
         self._waits = ForeignWaits(self.axis, "pipeline schedule")
         self._key: tuple[int, Mapping[int, Border]] | None = None
 
@@ -171,12 +171,9 @@ class PipelineRun:
         """Around a pass of torch's, whose errors are this rank's own, and taken out of torch's RuntimeError around them."""
         # A compiled block that is computed again saves the samples and windows that its forward pass writes to. It does not
         # use what they held, but another micro-batch has written to them by then.
-        versions = [version_of(buffer) for buffer in self._remembered]
-        with self._waits.computing(), around:
+        with self._waits.computing(), around, keeping_versions(self._remembered):
             try:
                 yield
-                for buffer, version in zip(self._remembered, versions, strict=True):
-                    set_version(buffer, version)
             except Exception as error:
                 if type(error) is RuntimeError and isinstance(error.__cause__, Exception):
                     raise error.__cause__ from None
