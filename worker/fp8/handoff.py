@@ -225,7 +225,9 @@ def amax_in_graph(x_MN: Tensor, activation: str | None = None) -> Tensor | None:
     if not torch.compiler.is_compiling() or not x_MN.numel():
         return None
     values = x_MN.detach() if activation is None else kernels.ACTIVATIONS[activation].forward(x_MN.detach())
-    return values.abs().amax(-1).amax().float()
+    amax = values.abs().amax(-1).amax()
+    # A cast that changes nothing is an alias, and Dynamo hands no alias from a forward pass to its backward pass.
+    return amax if amax.dtype == torch.float32 else amax.float()
 
 
 def codes_in_graph(x_MN: Tensor, known_scale: KnownScale) -> Tensor:
