@@ -17,9 +17,11 @@ class TorchaoLinear(Float8Linear):
     def forward(self, input: Tensor) -> Tensor:
         if input.numel() == 0:
             return F.linear(input, self.weight, self.bias)
-        if torch.is_autocast_enabled(input.device.type):  # torchao itself asks for CUDA's autocast, whatever the device
-            input = input.to(torch.get_autocast_dtype(input.device.type))
+        device_type = input.device.type
+        is_autocast = torch.is_autocast_enabled(device_type)  # torchao itself asks for CUDA's autocast, whatever the device
+        if is_autocast:
+            input = input.to(torch.get_autocast_dtype(device_type))
         # In inference mode autocast would cast torchao's operands by an op that they refuse.
-        with torch.autocast(input.device.type, enabled=False) if torch.is_inference_mode_enabled() else nullcontext():
+        with torch.autocast(device_type, enabled=False) if is_autocast else nullcontext():
             output: Tensor = super().forward(input)
         return output

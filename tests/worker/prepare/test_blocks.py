@@ -192,11 +192,17 @@ def test_a_resumed_job_compiles_nothing_after_its_third_step(
     assert resumed.losses() == whole.losses()[6:]
 
 
-@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
 @pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
-@pytest.mark.parametrize(("family", "level"), [*((family, "O2") for family in FAMILIES), *(("gpt", level) for level in LEVELS)])
+@pytest.mark.parametrize(
+    ("family", "level"),
+    [
+        *(pytest.param("gpt", level, marks=pytest.mark.system) for level in ("te", "ao")),
+        *(pytest.param(family, "O2", marks=pytest.mark.matrix) for family in FAMILIES),
+        *(pytest.param("gpt", level, marks=pytest.mark.matrix) for level in LEVELS if level not in ("te", "ao", "O2")),
+    ],
+)
 def test_no_family_breaks_a_graph_on_an_accelerator(family: str, level: str) -> None:
     """Steps with and without statistics: nothing is compiled after the third, and each block is one graph."""
     torch.compiler.reset()
