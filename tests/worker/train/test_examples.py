@@ -24,7 +24,8 @@ from tests.kit.training import Recorder, train
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TINY = sorted((EXAMPLES / "tiny").glob("*.yaml"))
 SHOWS_ITSELF = {"gpt-tiny.yaml", "gpt-pipeline.yaml"}
-LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+# A frozen head of small numbers gives flat logits, whatever adapters learn.
+LLAMA = {"initializer_range": 0.2, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def document_in(path: Path) -> dict[str, Any]:
@@ -67,7 +68,10 @@ def test_every_example_has_a_tiny_variant() -> None:
 @pytest.mark.system
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, id=path.stem, marks=[] if path.stem.startswith("gpt3") else pytest.mark.matrix) for path in TINY],
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem.startswith(("gpt3", "qwen-lora")) else pytest.mark.matrix)
+        for path in TINY
+    ],
 )
 def test_a_tiny_example_learns(tmp_path: Path, path: Path) -> None:
     document = in_folder(document_in(path), tmp_path)
