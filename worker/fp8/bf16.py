@@ -22,6 +22,8 @@ class HalfLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     returns_16_bits: ClassVar[bool] = True
+    shared_cast: Tensor | None = None
+    """The weight in 16 bits for several passes of a step; None: each pass casts it, and keeps that for its backward pass."""
 
     def __init__(self, linear: nn.Module, compute_dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
@@ -33,8 +35,17 @@ class HalfLinear(nn.Module):
         self.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        weight_NK = self.weight.t() if self.is_transposed else self.weight
-        return half_linear(input, weight_NK, self.bias, self.compute_dtype)
+        weight = self.weight if self.shared_cast is None else self.shared_cast
+        return half_linear(input, weight.t() if self.is_transposed else weight, self.bias, self.compute_dtype)
+
+    def share_cast(self) -> None:
+        """Cast the weight now, on an accelerator, for all passes until `drop_cast`. It may not change before."""
+        if is_accelerator(self.weight.device):
+            self.shared_cast = self.weight.to(self.compute_dtype)
+
+    def drop_cast(self) -> None:
+        """Let each pass cast the weight again."""
+        vars(self).pop("shared_cast", None)  # not set to None: compiled code would guard on another attribute
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Read what a layer of any level has saved."""

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.recipe import RecipeSpec
 from octet.worker import initialize, kernels
+from octet.worker.fp8.accelerator import cpu_as_accelerator
 from octet.worker.fp8.bf16 import HalfLinear
 from octet.worker.fp8.fallback import Fallback
 from octet.worker.fp8.gradient import Float8Gradient
@@ -135,6 +136,27 @@ def test_a_layer_in_bf16_keeps_its_input_in_bf16_and_no_second_weight() -> None:
         layer(random_values(64, 48))
     assert [tensor.dtype for tensor in kept if tensor.numel() == 64 * 48] == [torch.bfloat16]
     assert [tensor.dtype for tensor in kept if tensor.numel() == 32 * 48] == [torch.float16]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_passes_in_flight_share_a_weight_in_bf16(is_shared: bool) -> None:
+    inputs = [random_values(64, 48, seed=seed).requires_grad_() for seed in range(3)]
+    layers = [HalfLinear(make_linear(), torch.bfloat16) for _ in range(2)]
+    kept: list[Tensor] = []
+    with cpu_as_accelerator():
+        if is_shared:
+            layers[1].share_cast()
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+            in_flight = [layers[1](input_TK) for input_TK in inputs]
+        layers[1].drop_cast()
+        for input_TK, output_TN in zip(inputs, in_flight, strict=True):
+            expected_TN = layers[0](input_TK)
+            assert torch.equal(bits(output_TN), bits(expected_TN))
+            output_TN.sum().backward()
+            expected_TN.sum().backward()
+    assert len({tensor.data_ptr() for tensor in kept if tensor.numel() == 32 * 48}) == (1 if is_shared else 3)
+    for one, other in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+        assert torch.equal(bits(one.grad), bits(other.grad))
 
 
 @pytest.mark.parametrize("level", ["te", "O2"])

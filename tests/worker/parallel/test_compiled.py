@@ -41,6 +41,7 @@ OTHERS: list[Case] = [
     *[("gpt", level, "cpu", TENSOR, {}) for level in (*DIVIDED_LEVELS, "delayed")],
     *[("llama", "O3", "cpu", degrees, saving) for degrees in (PIPELINE, TENSOR) for saving in SAVINGS],
     *[("gpt", level, "accelerator", degrees, {}) for level in ("te", "O2", "O3-split") for degrees in (PIPELINE, TENSOR)],
+    ("llama", "bf16-amp", "accelerator", PIPELINE, {}),
     ("llama", "O3-split", "cpu", {"pipeline": 2, "schedule": "interleaved"}, {}),
     ("llama", "O2", "accelerator", {"pipeline": 2, "schedule": "interleaved"}, SAVINGS[0]),
     ("llama", "O3", "cpu", {"pipeline": 2, "zero_stage": 1, "workers": 4}, {}),
@@ -84,6 +85,7 @@ def trained(jobs: Jobs, case: Case) -> list[tuple[Result, Result]]:
         *(pytest.param(case, marks=pytest.mark.system) for case in FAST),
         *(pytest.param(case, marks=pytest.mark.matrix) for case in CASES if case not in FAST),
     ],
+    ids=str,
 )
 def test_blocks_are_compiled_once_and_train_as_eager_ones(jobs: Jobs, case: Case) -> None:
     """A graph for sampled steps and one for others; a rank's first block may have its own where hidden states are in bf16."""

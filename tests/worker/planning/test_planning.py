@@ -65,6 +65,7 @@ MARKS = {
     "ZeRO 1": pytest.mark.system,
     "muon": pytest.mark.system,
     "pipeline, rank 0": pytest.mark.system,
+    "pipeline in bf16, rank 0": pytest.mark.system,
     "llama ao": pytest.mark.system,
     "mixture bf16-amp": pytest.mark.system,
     "mixture O2": pytest.mark.system,
@@ -81,6 +82,13 @@ def test_extrapolated_moments_are_those_of_all_blocks(name: str) -> None:
     assert found["peak"] == pytest.approx(found["whole_peak"], rel=0.001)
     assert found["before"][0] == pytest.approx(found["before"][1], rel=0.001)
     assert found["peak"] > found["before"][0] > 0
+
+
+@pytest.mark.system
+def test_micro_batches_in_flight_keep_one_copy_of_weights_in_bf16() -> None:
+    """Three are in flight on the first rank of three, with 64 tokens each; a block has 12 × 2048² weights."""
+    copy, activations = 5 * 12 * 2048**2 * 2, 5 * 64 * 2048 * 40
+    assert copy < traced("pipeline in bf16, rank 0")["by_class"]["activations"] < copy + 3 * activations
 
 
 @pytest.mark.slow

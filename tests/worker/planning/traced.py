@@ -79,6 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
     "context": {"model": LLAMA, "workers": 2, "parallelism": {"context": 2}},
     "context, ZeRO 1": {"workers": 4, "parallelism": {"context": 2, "zero_stage": 1}},
     **{f"pipeline, rank {rank}": IN_STAGES | {"pipeline_rank": rank} for rank in range(3)},
+    **{f"pipeline in bf16, rank {rank}": IN_STAGES | {"pipeline_rank": rank, "level": "bf16-amp"} for rank in range(3)},
     "pipeline, residual stream in bf16": IN_STAGES | {"pipeline_rank": 1, "training": IN_STAGES["training"] | RESIDUAL},
     "roberta": {"model": GPT | {"family": "roberta", "num_heads": 16}},
     "deit": {"model": IMAGES | {"family": "deit", "hidden_size": 1024, "num_layers": NUM_BLOCKS, "num_heads": 16}},

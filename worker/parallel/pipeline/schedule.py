@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from octet.worker.fp8.bf16 import HalfLinear
 from octet.worker.fp8.operand import OperandScaling
 from octet.worker.kernels.torch_private import keeping_versions
 from octet.worker.mesh.neighbours import ForeignWaits, count_sent, receive, receive_described, send, send_described
@@ -49,6 +50,7 @@ class PipelineRun:
         """True while gradients of passes have not been completed (`PipelinedModel.before_exchange`)."""
         scalings = [module for module in stages.split.model.modules() if isinstance(module, OperandScaling)]
         self._remembered = tuple(buffer for scaling in scalings for buffer in scaling.buffers())
+        self._half_layers = [layer for layer in stages.split.model.modules() if isinstance(layer, HalfLinear)]
         self._waits = ForeignWaits(self.axis, "pipeline schedule")
         self._key: tuple[int, Mapping[int, Border]] | None = None
 
@@ -75,12 +77,16 @@ class PipelineRun:
             self.schedule, self._key = self._make_schedule(num_micro_batches, borders), (num_micro_batches, borders)
         assert self.schedule is not None
         losses: list[Tensor] = []
+        for layer in self._half_layers:  # else each micro-batch in flight would keep the stage's weights in 16 bits
+            layer.share_cast()
         self.pass_of, self.has_passed = compute, True
         try:
             with self._waits.waiting():
                 self.schedule.step(target=torch.zeros(num_micro_batches), losses=losses, return_outputs=False)
         finally:
             del self.pass_of
+            for layer in self._half_layers:
+                layer.drop_cast()
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.axis.device)
 
     @torch.no_grad()
