@@ -58,11 +58,6 @@ JOB = Table(*itertools.chain(*SECTIONS.values()))
 RULES = (*JOB, *itertools.chain(*SECTIONS_OF_PARTS.values()))
 
 
-def find_conflicts(job: object) -> tuple[SpecConflict, ...]:
-    """Return every conflict between the parts of a job, in the order of the table."""
-    return tuple(JOB.conflicts(Facts(job)))
-
-
 def check_job(job: object) -> SpecConflict | None:
     """Return the first conflict between the parts of a job, or None."""
     return JOB.first_conflict(Facts(job))

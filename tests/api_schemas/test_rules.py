@@ -15,7 +15,7 @@ from octet.api_schemas.models import FAMILIES, Capabilities
 from octet.api_schemas.rules.document import rules_as_page
 from octet.api_schemas.rules.parts import LEARNING_RATE, OPTIMIZER
 from octet.api_schemas.rules.rule import Amount, Facts, Rule, Table, above, differs, equals, multiple_of
-from octet.api_schemas.rules.table import JOB, RULES, find_conflicts
+from octet.api_schemas.rules.table import JOB, RULES
 from tests.api_schemas.test_job_spec import EXAMPLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
@@ -45,7 +45,7 @@ def test_each_conflict_of_a_job_is_found() -> None:
     spec = JobSpec.model_validate(EXAMPLE)
     parallelism = spec.parallelism.model_copy(update={"tensor": 2, "context": 2, "pipeline": 2})
     broken = spec.model_copy(update={"parallelism": parallelism})
-    assert [conflict.field for conflict in find_conflicts(broken)] == [
+    assert [conflict.field for conflict in JOB.conflicts(Facts(broken))] == [
         *("parallelism.context", "resources.workers", "resources.workers", "resources.workers"),
     ]
 
@@ -89,7 +89,7 @@ def test_a_job_is_refused_for_the_first_of_its_conflicts(
     parts = {name: getattr(example, name) for name in JobSpec.model_fields}
     for name in ("parallelism", "training", "precision", "resources"):
         parts[name] = type(parts[name]).model_validate(document[name])
-    found = find_conflicts(JobSpec.model_construct(**parts))
+    found = list(JOB.conflicts(Facts(JobSpec.model_construct(**parts))))
     try:
         JobSpec.model_validate(document)
     except ValidationError as error:
@@ -98,7 +98,7 @@ def test_a_job_is_refused_for_the_first_of_its_conflicts(
         assert (violation.field, violation.got, violation.allowed) == (first.field, first.got, first.allowed)
         assert violation.message == first.change
     else:
-        assert found == ()
+        assert found == []
 
 
 def sample_of(family: str) -> Any:

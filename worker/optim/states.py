@@ -181,7 +181,7 @@ class OptimizerStates(torch.optim.Optimizer):
 
     @property
     def origins(self) -> Mapping[Tensor, Origin]:
-        """The elements that each parameter holds; read-only, see `set_origin` and `hold`."""
+        """The elements that each parameter holds; read-only, see `hold`."""
         return MappingProxyType(self._origins)
 
     def held(self, parameter: Tensor) -> HeldParameter:
@@ -213,15 +213,6 @@ class OptimizerStates(torch.optim.Optimizer):
             self._origins[parameter] = origin._replace(matrix_shape=shape)
             if parameter.requires_grad and not is_deferred(stored(parameter)):
                 self.allocate(parameter, group)
-
-    def set_origin(self, parameter: Tensor, parameter_index: int, first_element: int, num_elements: int) -> None:
-        """Set the parameter that a piece belongs to, and its first element there: it then draws the random bits of the whole.
-
-        num_elements: those in the whole parameter. States that exist keep their codec: call it
-        before the first step.
-        """
-        shape = self._origins[parameter].matrix_shape
-        self._origins[parameter] = Origin(parameter_index, first_element, num_elements, matrix_shape=shape)
 
     def hold(
         self,

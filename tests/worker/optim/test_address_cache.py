@@ -14,6 +14,7 @@ from octet.worker.fp8.rounding_position import RoundingPosition
 from octet.worker.fp8.weight import hold, stored
 from octet.worker.kernels.cuda import language
 from octet.worker.optim import LowBitAdamW
+from octet.worker.optim.origin import Origin
 from octet.worker.optim.sharding import cut_into_pieces
 from tests.kit.stored_weights import parts_of
 
@@ -128,7 +129,8 @@ def reshard(trained: Trained) -> None:
 
 
 def redraw(trained: Trained) -> None:
-    trained.optimizer.set_origin(trained.layer.weight, 7, 0, trained.layer.weight.numel())
+    weight, optimizer = trained.layer.weight, trained.optimizer
+    optimizer.hold(weight, weight, Origin(7, 0, weight.numel()), optimizer.quantized[weight], optimizer.state[weight])
 
 
 def swap_groups(trained: Trained) -> None:

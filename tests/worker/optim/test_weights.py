@@ -13,6 +13,7 @@ from octet.worker.fp8.gradient import Float8Gradient
 from octet.worker.fp8.rounding_position import RoundingPosition
 from octet.worker.fp8.weight import Float8Weight
 from octet.worker.optim import Hyperparameters, LowBitAdamW
+from octet.worker.optim.origin import Origin
 from octet.worker.optim.rules.adam import Adam
 from tests.kit.stored_weights import KINDS, parts_of, stored_weight, values_of_codes
 from tests.numerics.measure import peak_bytes, relative_error
@@ -186,7 +187,7 @@ def test_shards_have_the_bits_of_the_whole(exp_avg_codec: str, exp_avg_sq_codec:
         defaults = Hyperparameters(exp_avg_codec=exp_avg_codec, exp_avg_sq_codec=exp_avg_sq_codec)
         optimizer = LowBitAdamW(shards, defaults, seed=9)
         for shard, first_element in zip(shards, origins, strict=True):
-            optimizer.set_origin(shard, 0, first_element, 100_000)
+            optimizer.hold(shard, shard, Origin(0, first_element, 100_000), None, optimizer.state[shard])
         for step in range(3):
             gradient = gaussian(100_000, seed=step)
             for shard, first_element in zip(shards, origins, strict=True):

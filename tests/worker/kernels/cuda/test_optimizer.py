@@ -14,6 +14,7 @@ from octet.worker.fp8.rounding_position import RoundingPosition
 from octet.worker.fp8.weight import Float8Weight
 from octet.worker.kernels.cuda import language
 from octet.worker.optim import OPTIMIZERS, Hyperparameters, LowBitAdamW
+from octet.worker.optim.origin import Origin
 from tests.kit.stored_weights import parts_of, stored_weight, values_of_codes
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
@@ -203,7 +204,7 @@ def test_shards_draw_the_numbers_of_the_whole() -> None:
         shards = [nn.Parameter(values[start:end].clone()) for start, end in itertools.pairwise(cuts)]
         optimizer = LowBitAdamW(shards, Hyperparameters(exp_avg_sq_codec="uint8-companded"), fused=fused)
         for shard, (start, end) in zip(shards, itertools.pairwise(cuts), strict=True):
-            optimizer.set_origin(shard, 0, start, 9000)
+            optimizer.hold(shard, shard, Origin(0, start, 9000), None, optimizer.state[shard])
             shard.grad_dtype = None
             shard.grad = gradient[start:end].clone()
         optimizer.step()
