@@ -52,7 +52,7 @@ def document_attention(
     key_BGkd: Tensor,
     value_BGkd: Tensor,
     query_starts: Tensor,
-    key_starts: Tensor,
+    key_starts: Tensor | None = None,
     *,
     scale: float | None = None,
     window: int = 0,
@@ -60,8 +60,9 @@ def document_attention(
     """Return each query's mean of the values of its document up to it, (B, H, q, d), with gradients. H is a multiple of G.
 
     query_starts, key_starts: int32 (N + 1), on the tensors' device, ascending from 0: where each document begins among the
-    query tokens and the key tokens of all rows, and at the end their number. A document may be empty in either. Its last
-    query is at the place of its last key, so that queries may be the last part of a row whose keys are all there.
+    query tokens and the key tokens of all rows, and at the end their number; without key_starts at the same places in both.
+    A document may be empty in either. Its last query is at the place of its last key, so that queries may be the last part of
+    a row whose keys are all there.
     scale: of the products of queries and keys; d ** -0.5 without one. window: a query attends to so many keys at most, its own
     the last of them; 0 for all.
     """
@@ -73,8 +74,10 @@ def document_attention(
 class _DocumentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *where: Any) -> Tensor:
-        output, logsumexp = _forward_op(query, key, value, *where)
-        *starts, ctx.scale, ctx.window = where
+        query_starts, key_starts, ctx.scale, ctx.window = where
+        # None where it would be the same tensor: Dynamo traces no function that is given one twice.
+        starts = query_starts, query_starts if key_starts is None else key_starts
+        output, logsumexp = _forward_op(query, key, value, *starts, ctx.scale, ctx.window)
         ctx.save_for_backward(query, key, value, output, logsumexp, *starts)
         return output
 

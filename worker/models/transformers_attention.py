@@ -78,7 +78,7 @@ def attend(
     dtype, value_size = value_BGTd.dtype, value_BGTd.shape[-1]  # a norm in fp32 may have written queries and keys
     value_BGTd = functional.pad(value_BGTd, (0, size - value_size)) if value_size < size else value_BGTd
     heads = query_BHTd.to(dtype), key_BGTd.to(dtype), value_BGTd
-    mixed_BHTd = document_attention(*heads, starts, starts, scale=options.get("scaling"), window=window)
+    mixed_BHTd = document_attention(*heads, starts, scale=options.get("scaling"), window=window)
     return mixed_BHTd[..., :value_size].transpose(1, 2).contiguous(), None
 
 

@@ -97,6 +97,29 @@ def test_gradients_are_those_of_a_dense_mask(spec: Any, option: Any, monkeypatch
         assert torch.equal(own, of_dense)
 
 
+@pytest.mark.system
+@pytest.mark.parametrize("spec", specs())
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
+def test_compiled_blocks_with_documents_are_one_graph(spec: Any) -> None:
+    torch.set_num_threads(1)
+    tokens_BT = torch.randint(3, 256, (2, 25), generator=torch.Generator().manual_seed(1))
+    documents_BD = torch.tensor([[0, 5, 6, 24], [0, 20, 24, 24]], dtype=torch.int32)
+    found = []
+    for is_compiled in (False, True):
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        model = build_model(spec, seed=0).eval()  # some drop values in training
+        if is_compiled:
+            compile_blocks(model, backend="aot_eager")
+        loss = model.loss({"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:], "documents": documents_BD}).loss
+        loss.backward()
+        found.append([loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)])
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-6)
+
+
 SLIDING: dict[str, dict[str, Any]] = {
     "mistral": {},
     "gemma2": {},
