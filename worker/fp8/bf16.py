@@ -79,8 +79,10 @@ def half_to_save(activation: Tensor) -> Tensor:
 
     Autograd follows nothing inside of a function, so the cast is marked as an activation for `saved_activations.py`.
     """
+    if activation.dtype == torch.bfloat16:
+        return activation
     half = activation.to(torch.bfloat16)
-    if half is not activation and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         half.octet_is_activation = True
     return half
 

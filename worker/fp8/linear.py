@@ -457,8 +457,11 @@ class Float8Products(torch.autograd.Function):
             return input.new_empty((*shape[:-1], layer.out_features), dtype=settings.output_dtype)
         needs_columns = settings.keeps and ctx.needs_input_grad[1] and "grad_weight" not in plan.high_precision
         held = layer.held_weight(weight, plan)
+        input_half = None
+        if settings.formats.activation is None and not plan.high_precision.isdisjoint(("output", "grad_weight")):
+            input_half = half_to_save(input)
         if "output" in plan.high_precision:
-            output_TN, saved = _half_output(layer, input_TK, bias_N, settings, columns=needs_columns)
+            output_TN, saved = _half_output(layer, input_TK, input_half, bias_N, settings, columns=needs_columns)
         else:
             operand = layer.weight_operand(held, plan)
             output_TN, saved = _output(layer, input_TK, operand, settings, columns=needs_columns)
@@ -468,13 +471,18 @@ class Float8Products(torch.autograd.Function):
                 # In place only in eager code: torch 2.11's graphs return zero gradients for an
                 # output that is changed in place.
                 output_TN = output_TN + bias_N if torch.compiler.is_compiling() else output_TN.add_(bias_N)
+        # Not reshaped: other functions keep the same tensor, and Dynamo hands no view to the backward pass.
         if settings.formats.activation is not None:
-            saved = input, saved[1]  # not reshaped: other functions keep the same tensor
+            saved = input, saved[1]
+        elif "grad_weight" in plan.high_precision:
+            saved = input_half, None
         # Autograd checks in the backward pass that the weight is unchanged.
         kept_weight = (weight, None, None) if plan.held_as is HeldAs.GATHERED else held
         ctx.save_for_backward(*saved, *kept_weight, weight_amax)
         # No view: autograd would refuse to add in place to a view that a function returns, which Falcon does.
-        return output_TN if len(shape) == 2 else in_shape(output_TN, (*shape[:-1], layer.out_features))
+        if len(shape) == 2:
+            return output_TN
+        return in_shape(output_TN, (*shape[:-1], layer.out_features), is_own=plan.owns_output)
 
     @staticmethod
     @once_differentiable
@@ -487,7 +495,7 @@ class Float8Products(torch.autograd.Function):
         input_saved, input_number, *held, weight_amax = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         before_activation = input_saved
-        if formats.activation is not None:
+        if formats.activation is not None or "grad_weight" in plan.high_precision:
             input_saved = input_saved.reshape(-1, layer.in_features)
         grad_input = grad_weight = grad_bias_N = None
         rows, columns = (
@@ -568,28 +576,34 @@ def _output(
         of_rows, of_columns = codes
         assert of_rows is not None
         [output_TN] = kernels.linear_output(Operand(of_rows.codes, of_rows.dequant_scale), weight, formats, dtype)
-    if "grad_weight" in plan.high_precision:
-        return output_TN, (half_to_save(input_TK), None)
     return output_TN, (None, None) if of_columns is None else (of_columns[0], of_columns[1])
 
 
 def _half_output(
-    layer: Float8Linear, input_TK: Tensor, bias_N: Tensor | None, settings: ForwardPass, *, columns: bool
+    layer: Float8Linear,
+    input_TK: Tensor,
+    input_half: Tensor | None,
+    bias_N: Tensor | None,
+    settings: ForwardPass,
+    *,
+    columns: bool,
 ) -> tuple[Tensor, Saved]:
-    """Return the output, computed in bf16, and the input to save for backward. columns: save its codes (K, T)."""
+    """Return the output, computed in bf16, and the input to save for backward. columns: save its codes (K, T).
+
+    input_half: the input in bf16, (..., K); None where the layer computes the activation before it.
+    """
     saved: Saved = (None, None)
-    if settings.formats.activation is not None:
-        input_half = kernels.ACTIVATIONS[settings.formats.activation].forward(input_TK).to(torch.bfloat16)
+    if input_half is None:
+        assert settings.formats.activation is not None
+        half_TK = kernels.ACTIVATIONS[settings.formats.activation].forward(input_TK).to(torch.bfloat16)
     else:
-        input_half = half_to_save(input_TK)
-        if "grad_weight" in settings.plan.high_precision:
-            saved = (input_half, None)
-        else:
+        half_TK = input_half.reshape(input_TK.shape)
+        if "grad_weight" not in settings.plan.high_precision:
             sides = {"rows": False, "columns": columns}
             codes, _ = layer.input_scaling.codes_before_product(input_TK, settings.input, **sides, is_first=True)
             assert codes is not None
             saved = (None, None) if codes[1] is None else (codes[1].codes, codes[1].dequant_scale)
-    output_TN = half_linear(input_half, layer.half_weight(), bias_N, torch.bfloat16)
+    output_TN = half_linear(half_TK, layer.half_weight(), bias_N, torch.bfloat16)
     return output_TN.to(settings.output_dtype), saved
 
 

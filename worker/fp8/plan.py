@@ -40,7 +40,8 @@ class LinearPlan:
     quantizes_input_first and quantizes_grad_first are True if it is quantized before.
     adds_bias_after: the autograd function leaves out the bias, since selective checkpointing
     computes a pass again only up to its last product; a sampled step does so too, so that its
-    gradients arrive in the order that the golden runs have. is_grouped: layers with this plan that
+    gradients arrive in the order that the golden runs have. owns_output: nothing else keeps the
+    output, as selective checkpointing does. is_grouped: layers with this plan that
     hold the matrices of one stack multiply together (`grouped.py`).
     """
 
@@ -56,6 +57,7 @@ class LinearPlan:
     quantizes_input_first: bool
     quantizes_grad_first: bool
     adds_bias_after: bool
+    owns_output: bool
     is_grouped: bool
 
 
@@ -94,5 +96,6 @@ def plan_of(
         quantizes_input_first=is_seen or keeps_products or "output" in high_precision,
         quantizes_grad_first=is_seen,
         adds_bias_after=(is_sampled or keeps_products) and "output" not in high_precision,
+        owns_output=not keeps_products,
         is_grouped=is_plain and kinds == {ScaleKind.TENSOR} and held_as in (HeldAs.VALUES, HeldAs.SCALED, HeldAs.CODES),
     )

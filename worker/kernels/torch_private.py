@@ -6,13 +6,13 @@ documents for subclasses to override (`nn.Module._load_from_state_dict`), and a 
 `_buffers`, `_modules`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._C._dynamo import eval_frame
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
@@ -125,13 +125,13 @@ foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 scaled_mm: Callable[..., Tensor] = torch._scaled_mm
 
 
-def in_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def in_shape(tensor: Tensor, shape: tuple[int, ...], *, is_own: bool = False) -> Tensor:
     """Return a contiguous tensor in another shape, and no view of it: autograd then lets others change it in place.
 
-    Nothing else uses the tensor. Where autograd does not follow it, it is changed itself, by a third
-    of the host's time of a new one.
+    is_own: nothing else holds the tensor. Where autograd does not follow it, it is then changed
+    itself, by a third of the host's time of a new one.
     """
-    if torch.compiler.is_compiling() or tensor.requires_grad:
+    if not is_own or torch.compiler.is_compiling() or tensor.requires_grad:
         reshaped: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
         return reshaped
     return tensor.resize_(shape)
@@ -289,6 +289,28 @@ def torchs_partition() -> Callable[..., Any]:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition
+
+
+def inputs_with_gradient(joint: fx.Graph) -> set[fx.Node]:
+    """Return the inputs of a joint graph that it returns gradients of; of a subclass, all tensors that it consists of."""
+    of = {_whole(result.grad_of) for result in map(_whole, joint.output_node().meta["desc"]) if hasattr(result, "grad_of")}
+    return {node for node in joint.find_nodes(op="placeholder") if _whole(node.meta["desc"]) in of}
+
+
+def static_inputs(joint: fx.Graph, indices: Collection[int]) -> set[fx.Node]:
+    """Return the inputs of a joint graph that are parameters and buffers, or parts of one that is a subclass.
+
+    indices: as a partitioner is given them. They count a subclass once, whose tensors are an input each.
+    """
+    inputs = joint.find_nodes(op="placeholder")
+    return {node for node in inputs if getattr(_whole(node.meta["desc"]), "idx", None) in indices}
+
+
+def _whole(description: Any) -> Any:
+    """Return the description of a graph's input or result, or of the subclass that it is a part of."""
+    while hasattr(description, "base"):
+        description = description.base
+    return description
 
 
 def inductor_config() -> Any:

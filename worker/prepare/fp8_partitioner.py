@@ -8,7 +8,7 @@ Torch calls this extension point a custom partitioner (`torch._inductor.config.c
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,9 @@ from octet.worker.kernels.torch_private import (
     OpOverload,
     eager_backend,
     inductor_partitioner,
+    inputs_with_gradient,
     schema_of,
+    static_inputs,
     torchs_partition,
     uncompiled,
 )
@@ -71,25 +73,22 @@ def partition(
 ) -> Graphs:
     """Let activations cross a joint graph in FP8, and cut it as torch does. Returns the forward and the backward graph.
 
-    num_fwd_outputs: results of the forward pass. static_lifetime_input_indices: the inputs that are parameters and buffers.
+    num_fwd_outputs: results of the forward pass. static_lifetime_input_indices: of inputs that are parameters and buffers.
     """
-    _round_what_crosses(joint, set(static_lifetime_input_indices or ()), _results(joint)[num_fwd_outputs:])
+    _round_what_crosses(joint, static_lifetime_input_indices or ())
     options = {"compiler": "inductor", "static_lifetime_input_indices": static_lifetime_input_indices, **options}
     graphs: Graphs = torchs_partition()(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
     return graphs
 
 
-def _round_what_crosses(joint: fx.GraphModule, static: set[int], gradients: Sequence[Any]) -> None:
+def _round_what_crosses(joint: fx.GraphModule, static: Collection[int]) -> None:
     """Let the backward pass of a joint graph read each activation that autograd saves as codes times scale.
 
     The rest of the graph is exact, so whatever torch keeps, or computes again, has the values that it has in eager blocks.
-    static: the inputs that are parameters and buffers. gradients: of the inputs.
+    static: the indices of inputs that are parameters and buffers.
     """
-    inputs = [node for node in joint.graph.find_nodes(op="placeholder") if "tangents" not in node.name]
-    parameters = {node for index, node in enumerate(inputs) if index in static}
-    is_differentiated = _reached_from(
-        joint.graph, {node for node, gradient in zip(inputs, gradients, strict=True) if gradient is not None}
-    )
+    parameters = static_inputs(joint.graph, static)
+    is_differentiated = _reached_from(joint.graph, inputs_with_gradient(joint.graph))
     nodes = list(joint.graph.nodes)
     last = max(index for index, node in enumerate(nodes) if node.meta.get("partitioner_tag") == "is_forward")
     place_in_backward = {node: index for index, node in enumerate(nodes[last + 1 :]) if node.op != "output"}
@@ -101,11 +100,6 @@ def _round_what_crosses(joint: fx.GraphModule, static: set[int], gradients: Sequ
                 user.replace_input_with(node, values)
     joint.graph.lint()
     joint.recompile()
-
-
-def _results(module: fx.GraphModule) -> list[Any]:
-    results: Any = module.graph.output_node().args[0]
-    return list(results)
 
 
 def has_long_rows(saved: Tensor) -> bool:

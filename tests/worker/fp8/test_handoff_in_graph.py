@@ -14,6 +14,7 @@ from octet.worker.fp8 import handoff, operand
 from octet.worker.fp8.accelerator import cpu_as_accelerator
 from octet.worker.fp8.handoff import amax_in_graph, codes_in_graph
 from octet.worker.prepare.blocks import checkpoint_blocks
+from octet.worker.prepare.residual_stream import keep_residual_in_bf16
 from tests.worker.fp8.test_handoff import DELAYED, gpt, llama
 
 pytestmark = [
@@ -148,3 +149,26 @@ def test_compiled_blocks_have_the_bits_of_before(
         operands = [args[:3] for args in (*graphs.of("linear_gradients"), *graphs.of("linear_output"))]
         assert all(scale is not None or amax is not None for _, scale, amax in operands)
         assert all(args[5] is not None for args in graphs.of("quantize_operand"))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("products", [("grad_weight",), ("output", "grad_weight")])
+@pytest.mark.parametrize("statistics_every", [0, 1])
+def test_an_input_in_bf16_waits_as_it_is_for_products_in_bf16(products: tuple[str, ...], statistics_every: int) -> None:
+    """A cast that changes nothing would be an alias of the input, which Dynamo does not hand to the backward pass."""
+    found = []
+    for is_compiled in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        with cpu_as_accelerator():
+            options: dict[str, Any] = {"statistics_every": statistics_every, "auto_filter": False}
+            model, _ = initialize(gpt(), None, "te", recipe={"high_precision_gemms": products}, **options)
+            keep_residual_in_bf16(model)
+            (block,) = model.blocks
+            if is_compiled:
+                block.compile(dynamic=False, fullgraph=True, backend="aot_eager")
+            x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+            block(x).float().square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in block.parameters())])
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled.float(), eager.float(), rtol=2e-2, atol=1e-2 * float(eager.abs().max()))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -118,9 +119,11 @@ def scaled_mm() -> None:
 def in_shape() -> None:
     leaf = torch.ones(4, requires_grad=True)
     for tensor in (leaf * 2, (leaf * 2).detach()):
-        reshaped = private.in_shape(tensor, (2, 2))
-        reshaped.add_(1)
-        assert not reshaped._is_view()
+        for is_own in (False, True):
+            reshaped = private.in_shape(tensor, (2, 2), is_own=is_own)
+            reshaped.add_(1)
+            assert not reshaped._is_view()
+            assert (reshaped is tensor) == (is_own and not tensor.requires_grad)
 
 
 def num_modes() -> None:
@@ -236,20 +239,25 @@ def is_traceable_wrapper_subclass() -> None:
 
 def compiler() -> None:
     """A graph that a partitioner of ours cuts runs; the compiler counts it, and what it took."""
-    cut = []
+    cut, differentiated, static = [], [], []
 
     def partition(joint: Any, joint_inputs: Any, **options: Any) -> Any:
         cut.append(joint)
+        indices = options["static_lifetime_input_indices"]
+        found = private.inputs_with_gradient(joint.graph), private.static_inputs(joint.graph, indices)
+        for kept, nodes in zip((differentiated, static), found, strict=True):
+            kept.extend(tuple(node.meta["val"].shape) for node in nodes)
         assert any(isinstance(node.target, private.OpOverload) for node in joint.graph.nodes)
         return private.torchs_partition()(joint, joint_inputs, **options)
 
     before = private.compiler_counters()["stats"]["unique_graphs"], private.compile_time_s()
     breaks = dict(private.compiler_counters()["graph_break"])  # of other tests
-    run = torch.compile(lambda x: (x * 2).sin(), backend=private.eager_backend(private.uncompiled, partition))
-    leaf = torch.ones(4, requires_grad=True)
-    run(leaf).sum().backward()
+    frozen, leaf = TwoTensor(torch.ones(3, 4), torch.ones(3, 4)), torch.nn.Parameter(torch.ones(4))
+    run = torch.compile(lambda: (leaf * frozen).sin(), backend=private.eager_backend(private.uncompiled, partition))
+    run().sum().backward()
     assert leaf.grad is not None
     assert len(cut) == 1
+    assert differentiated == static == [(4,)]
     assert private.compiler_counters()["stats"]["unique_graphs"] == before[0] + 1
     assert private.compile_time_s() > before[1]
     assert private.compiler_counters()["graph_break"] == breaks

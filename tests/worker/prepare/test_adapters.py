@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from octet.api_schemas import JobSpec
+from octet.api_schemas import EventReport, JobSpec
+from octet.api_schemas.levels import LEVELS
 from octet.api_schemas.models.huggingface import HuggingFaceSpec
 from octet.api_schemas.models.llama import LlamaSpec
 from octet.api_schemas.precision import PrecisionSpec
@@ -21,6 +22,7 @@ from octet.worker.common.errors import Cancelled, InvalidConfig
 from octet.worker.metrics.memory import memory_report
 from octet.worker.models import TrainedModel, build_model
 from octet.worker.prepare.adapters import NAME, Adapter, adapters_of, add_adapters, attach_adapters
+from octet.worker.prepare.blocks import compile_blocks
 from octet.worker.prepare.initialize import prepare
 from octet.worker.pretrained.__main__ import main as export
 from tests.kit.chat import VOCAB_SIZE, save_tokenizer, write_chats
@@ -221,7 +223,7 @@ def test_merging_and_fp8_are_refused_where_they_say_nothing(tmp_path: Path, docu
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.matrix
+@pytest.mark.system
 def test_options_that_save_memory_train_adapters(tmp_path: Path, document: dict[str, Any]) -> None:
     exact = document["training"] | {"gradient_clip": None}
     found = []
@@ -229,11 +231,45 @@ def test_options_that_save_memory_train_adapters(tmp_path: Path, document: dict[
         (
             {},
             {"gradient_release": True, "offload_optimizer": True},
+            {"activation_checkpointing": "selective"},
+            {"activation_checkpointing": "full"},
             {"fused_loss": True, "saved_activations": "fp8"},
         )
     ):
         recorder, _ = train(document | {"training": exact | options}, tmp_path / str(index))
         found.append(recorder.losses())
-    assert found[0] == found[1]
-    assert found[2] == pytest.approx(found[0], rel=2e-2)
-    assert found[2] != found[0]
+    *same, rounded = found
+    assert all(losses == same[0] for losses in same)
+    assert rounded == pytest.approx(same[0], rel=2e-2)
+    assert rounded != same[0]
+
+
+@pytest.mark.system
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks at inputs
+@pytest.mark.filterwarnings("ignore:.*scales must be:UserWarning")
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [
+        pytest.param(level, {name: value}, marks=() if (level, value) == ("O3-split", "fp8") else pytest.mark.matrix)
+        for level in LEVELS
+        for name, value in (
+            *(("activation_checkpointing", kind) for kind in ("none", "selective", "full")),
+            ("saved_activations", "fp8"),
+        )
+    ],
+)
+def test_compiled_blocks_train_adapters_as_eager_ones_do(
+    tmp_path: Path, document: dict[str, Any], level: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen weights of codes are inputs of a block's graph, each of several tensors. Documents are packed."""
+    monkeypatch.setattr("octet.worker.prepare.blocks.compile_blocks", lambda model: compile_blocks(model, backend="aot_eager"))
+    found = []
+    for compiling in ("on", "off"):
+        torch.compiler.reset()
+        recorder, _ = train(with_training(document, level, compile=compiling, **options), tmp_path / compiling)
+        found.append(recorder.losses())
+        events = [event.type for event in recorder.of(EventReport) if event.type.startswith("training.")]
+        assert events == (["training.compiled"] if compiling == "on" else [])
+    compiled, eager = found
+    assert compiled == eager
