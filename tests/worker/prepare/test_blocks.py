@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octet.api_schemas import EventReport, JobSpec
@@ -114,6 +114,39 @@ def test_selective_checkpointing_repeats_no_product(is_accelerator: bool) -> Non
         found[kind] = products.num_products
     num_layers = 2 * 4
     assert found == {"none": 2 * num_layers, "selective": 2 * num_layers, "full": 3 * num_layers}
+
+
+class ChangesInPlace(nn.Module):
+    """A block that changes what its first layer returns."""
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(64, 64, bias=bias), nn.Linear(64, 64, bias=bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden: Tensor = self.one(input)
+        hidden += 1.0
+        return input + self.other(hidden.sigmoid())
+
+
+@pytest.mark.parametrize("is_accelerator", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(32, 64), (2, 16, 64)])
+@pytest.mark.parametrize("products", [(), ("output",)])
+def test_selective_checkpointing_keeps_a_product_that_a_model_changes(
+    products: tuple[str, ...], shape: tuple[int, ...], bias: bool, is_accelerator: bool
+) -> None:
+    found = []
+    for kind in ("none", "selective"):
+        torch.manual_seed(0)
+        model = nn.Sequential(ChangesInPlace(bias=bias), ChangesInPlace(bias=bias))
+        with cpu_as_accelerator() if is_accelerator else nullcontext():
+            model, _ = initialize(model, opt_level="te", auto_filter=False, recipe={"high_precision_gemms": products})
+            assert checkpoint_blocks(model, kind) == 2 * (kind == "selective")
+            model(torch.randn(shape, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for expected, gradient in zip(*found, strict=True):
+        assert torch.equal(gradient, expected)
 
 
 @pytest.mark.system
