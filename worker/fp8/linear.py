@@ -184,7 +184,7 @@ class Float8Linear(nn.Module):
             output = output_TN if input.dim() == 2 else in_shape(output_TN, (*input.shape[:-1], self.out_features))
         else:
             output = Float8Products.apply(input, weight, bias, self, settings)
-        if not plan.owns_output and not is_compiling and (bias is None or not plan.adds_bias_after):
+        if keeps and not plan.owns_output and not is_compiling and (bias is None or not plan.adds_bias_after):
             output = output.clone()  # a model may change it in place, and not what is kept
         return output if grad_output is None else attach_gradient(output, grad_output)
 
